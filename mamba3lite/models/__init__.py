@@ -1,0 +1,1 @@
+"""The model, built cell by cell in `notebooks/`; nothing here is edited by hand."""
