@@ -1,0 +1,319 @@
+"""Preparation: a source of text becomes shards of tokens for training and validation.
+
+Every document is stored as `[EOS] text`. A document belongs to validation when the
+first 64 bits of the sha256 of its text, read as a fraction of 2**64, are below
+`val_fraction`: its own bytes alone decide, not its name, its place or the other
+documents, and two equal documents are never on different sides.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from mamba3lite.data import DataError
+from mamba3lite.data.corpora import Document, SourceFile, read_documents, source_files
+from mamba3lite.data.shards import (
+    INDEX_FORMAT,
+    VERSION,
+    ShardWriter,
+    load_index,
+    open_shard,
+    save_index,
+)
+from mamba3lite.data.tokenizers import ByteTokenizer, load_tokenizer
+
+SPLITS = ("train", "val")
+SHARD_TOKENS = 100_000_000  # 200 MB of uint16
+Report = Callable[[str, int, int, int], None]
+
+
+def prepare(
+    source: str | Path,
+    tokenizer: str,
+    out: str | Path,
+    *,
+    val_fraction: float,
+    progress: Report | None = None,
+) -> dict:
+    """Tokenize `source` into `out`, or find that this is done already.
+
+    The source is read twice: every refusal comes from the first reading, before a
+    file in `out` is touched. A finished preparation of the same bytes is checked
+    and kept; anything else that was prepared there is replaced.
+
+    Args:
+        source: "stdlib" or a path, see `mamba3lite.data.corpora`.
+        tokenizer: "byte".
+        out: the folder to write; made when missing.
+        val_fraction: expected share of documents held out, above 0 and below 1.
+        progress: called as progress(stage, files done, files in all, tokens so far);
+            without it a bar is drawn on a terminal, and lines are printed elsewhere.
+    Returns: the index, as it is in `out`/index.json.
+    Raises: DataError, one line, for a source or folder that cannot be used;
+        ValueError for an unknown tokenizer.
+    """
+    tokens = load_tokenizer(tokenizer)
+    if isinstance(val_fraction, bool) or not 0 < val_fraction < 1:
+        raise DataError(
+            f"val_fraction: got {val_fraction}, wanted a number above 0 and below 1"
+        )
+    out, files = Path(out), source_files(source)
+    if source != "stdlib" and out.resolve().is_relative_to(Path(source).resolve()):
+        raise DataError(f"out: {out} lies inside the source {source}")
+    with _reporting(progress) as report:
+        survey = _survey(files, val_fraction, report)
+        survey.require_both_splits()
+        try:
+            with _locked(out):
+                index = _finished(out, survey, tokens, report)
+                return index or _write(out, files, survey, tokens, report)
+        except OSError as error:
+            where = error.filename or out
+            raise DataError(f"{where}: cannot be written ({error.strerror})") from error
+
+
+def share_of(document: Document) -> float:
+    """Where the document's hash falls in [0, 1): validation is what is below."""
+    return int.from_bytes(document.digest[:8], "big") / 2**64
+
+
+@dataclass
+class Survey:
+    """What a source holds: counts by split, and a hash of names and contents."""
+
+    n_files: int
+    val_fraction: float
+    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    lowest: float = 1.0
+    highest: float = 0.0
+    hash: object = field(default_factory=hashlib.sha256)
+
+    def add(self, document: Document) -> str:
+        """Count one document; returns its split."""
+        share = share_of(document)
+        split = "val" if share < self.val_fraction else "train"
+        self.documents[split] += 1
+        self.bytes[split] += len(document.text)
+        self.lowest, self.highest = min(self.lowest, share), max(self.highest, share)
+        name = document.name.encode("utf-8", "surrogateescape")
+        self.hash.update(len(name).to_bytes(8, "big") + name + document.digest)
+        return split
+
+    def require_both_splits(self) -> None:
+        """DataError, with counts, when a split has no text."""
+        if all(self.bytes.values()):
+            return
+        n_train, n_val = (self.documents[split] for split in SPLITS)
+        advice = "more documents are needed"
+        if n_train + n_val > 1 and not n_val:
+            advice = f"a val_fraction above {self.lowest:.4g} would give it one"
+        elif n_train + n_val > 1 and not n_train:
+            advice = f"a val_fraction below {self.highest:.4g} would leave some"
+        raise DataError(
+            f"source: {self.n_files:,} files, {n_train:,} documents of "
+            f"{self.bytes['train']:,} bytes for training and {n_val:,} of "
+            f"{self.bytes['val']:,} bytes for validation at val_fraction "
+            f"{self.val_fraction:g}; both need text: {advice}"
+        )
+
+
+def _survey(files: list[SourceFile], val_fraction: float, report: Report) -> Survey:
+    survey = Survey(len(files), val_fraction)
+    for number, file in enumerate(files):
+        for document in read_documents(file):
+            survey.add(document)
+            report("reading", number, len(files), 0)
+        report("reading", number + 1, len(files), 0)
+    return survey
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold `out` against a second preparation; the kernel lets go at death."""
+    out.mkdir(parents=True, exist_ok=True)
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise DataError(f"{out}: another preparation is writing here") from error
+    finally:
+        os.close(folder)
+
+
+def _finished(
+    out: Path, survey: Survey, tokenizer: ByteTokenizer, report: Report
+) -> dict | None:
+    """The index in `out`, if it is that of this very preparation and all is well."""
+    path = out / "index.json"
+    if not path.exists():
+        return None
+    if f'"{INDEX_FORMAT}"'.encode() not in path.read_bytes():
+        raise DataError(f"out: {path} is not ours; remove it or choose another folder")
+    try:
+        index = load_index(out)
+        if index | _identity(survey, tokenizer) != index:
+            return None
+        for split in SPLITS:
+            for entry in index["splits"][split]["shards"]:
+                open_shard(out, entry, tokenizer.vocab_size)
+    except DataError as error:
+        report(f"replacing: {error}", 0, survey.n_files, 0)
+        return None
+    n_tokens = sum(index["splits"][split]["tokens"] for split in SPLITS)
+    report("already prepared", survey.n_files, survey.n_files, n_tokens)
+    return index
+
+
+def _identity(survey: Survey, tokenizer: ByteTokenizer) -> dict:
+    return {
+        "format": INDEX_FORMAT,
+        "version": VERSION,
+        "source": {"files": survey.n_files, "sha256": survey.hash.hexdigest()},
+        "tokenizer": {
+            "name": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_id": tokenizer.eos_id,
+            "fingerprint": tokenizer.fingerprint,
+        },
+        "val_fraction": survey.val_fraction,
+    }
+
+
+def _write(
+    out: Path,
+    files: list[SourceFile],
+    survey: Survey,
+    tokenizer: ByteTokenizer,
+    report: Report,
+) -> dict:
+    _clear(out)
+    writers = {split: SplitWriter(out / split, tokenizer) for split in SPLITS}
+    again = Survey(len(files), survey.val_fraction)
+    n_tokens = 0
+    for number, file in enumerate(files):
+        for document in read_documents(file):
+            n_tokens += writers[again.add(document)].add(document)
+            report("writing", number, len(files), n_tokens)
+        report("writing", number + 1, len(files), n_tokens)
+    splits = {split: writer.finish() for split, writer in writers.items()}
+    if again.hash.digest() != survey.hash.digest():
+        _clear(out)
+        raise DataError("source: its files changed while they were read; try again")
+    return save_index(out, _identity(survey, tokenizer) | {"splits": splits})
+
+
+def _clear(out: Path) -> None:
+    """Remove a former preparation: the index first, so that it never misleads."""
+    for path in (out / "index.json", out / "index.tmp"):
+        path.unlink(missing_ok=True)
+    for split in SPLITS:
+        (out / split).mkdir(exist_ok=True)
+        for pattern in ("shard_*.bin", "shard_*.tmp"):
+            for path in (out / split).glob(pattern):
+                path.unlink()
+
+
+class SplitWriter:
+    """The documents of one split, one after the other, cut into shards."""
+
+    def __init__(self, folder: Path, tokenizer: ByteTokenizer):
+        self.folder, self.tokenizer = folder, tokenizer
+        self.shard: ShardWriter | None = None
+        self.shards: list[dict] = []
+        self.names: list[str] = []
+        self.offsets: list[int] = []
+        self.n_tokens = self.n_bytes = 0
+
+    def add(self, document: Document) -> int:
+        """Append `[EOS] text`; returns the number of tokens."""
+        text = self.tokenizer.encode_bytes(document.text)
+        ids = np.concatenate([np.array([self.tokenizer.eos_id], text.dtype), text])
+        self.names.append(document.name)
+        self.offsets.append(self.n_tokens)
+        self.n_tokens += len(ids)
+        self.n_bytes += len(document.text)
+        n_added = len(ids)
+        while len(ids):
+            ids = self._fill(ids)
+        return n_added
+
+    def _fill(self, ids: np.ndarray) -> np.ndarray:
+        """Put what fits into the open shard; returns what is left."""
+        if self.shard is None:
+            path = self.folder / f"shard_{len(self.shards):05d}.bin"
+            self.shard = ShardWriter(path, self.tokenizer.vocab_size)
+        room = SHARD_TOKENS - self.shard.n_tokens
+        self.shard.append(ids[:room])
+        if self.shard.n_tokens == SHARD_TOKENS:
+            self._finish_shard()
+        return ids[room:]
+
+    def _finish_shard(self) -> None:
+        self.shards.append(self.shard.finish())
+        self.shard = None
+
+    def finish(self) -> dict:
+        """Close the last shard; returns the split's part of the index."""
+        if self.shard is not None:
+            self._finish_shard()
+        return {
+            "tokens": self.n_tokens,
+            "bytes": self.n_bytes,
+            "documents": len(self.names),
+            "document_names": self.names,
+            "document_offsets": self.offsets,
+            "shards": self.shards,
+        }
+
+
+@contextmanager
+def _reporting(progress: Report | None) -> Iterator[Report]:
+    """The caller's callback; or a bar on a terminal, and lines elsewhere."""
+    console = Console(stderr=True)
+    if progress is not None:
+        yield progress
+    elif console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        rates = TextColumn("files, {task.fields[rates]}")
+        with Progress(*columns, rates, console=console) as bar:
+            yield ProgressReport(bar)
+    else:
+        yield ProgressReport()
+
+
+class ProgressReport:
+    """Shows how far a preparation is, with files/s and tokens/s."""
+
+    def __init__(self, bar: Progress | None = None):
+        self.bar, self.stage = bar, ""
+
+    def __call__(self, stage: str, files: int, n_files: int, tokens: int) -> None:
+        now = time.monotonic()
+        if stage != self.stage:
+            self.stage, self.begun, self.shown = stage, now, now
+            if self.bar:
+                self.task = self.bar.add_task(stage, total=n_files, rates="")
+        if files < n_files and now - self.shown < (0.1 if self.bar else 5):
+            return
+        self.shown = now
+        seconds = max(now - self.begun, 1e-3)
+        rates = f"{files / seconds:,.0f} files/s"
+        if tokens:
+            rates += f", {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
+        if self.bar:
+            self.bar.update(self.task, completed=files, rates=rates)
+        else:
+            print(f"{stage}: {files:,}/{n_files:,} files, {rates}", flush=True)

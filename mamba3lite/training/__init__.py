@@ -1,0 +1,1 @@
+"""Training: configuration, data, optimizer, checkpoints, and the loop."""
