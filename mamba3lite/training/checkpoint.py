@@ -1,0 +1,353 @@
+"""Checkpoints that are either whole or not there.
+
+A checkpoint is a folder ``step_00000100`` with ``model.safetensors``,
+``optimizer.safetensors``, ``state.json`` and ``manifest.json``, which lists size and
+SHA-256 of the other three. It is written under a temporary name, flushed to the disk
+file by file and renamed last, so a crash at any moment leaves the older ones as they
+were. Nothing points to the latest: the newest folder that passes its manifest wins.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FORMAT = 1
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+MANIFEST = "manifest.json"
+FILES = (MODEL, OPTIMIZER, STATE)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged or does not fit: one line."""
+
+
+# --------------------------------------------------------------------------------------
+# Writing
+
+
+def save_checkpoint(
+    root: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+) -> Path:
+    """Write ``root/step_<state['step']>`` atomically and verify what was written.
+
+    Args: root: the run's ``checkpoints`` folder. model: the raw model, not a compiled
+    wrapper. state: JSON values; ``step`` names the folder.
+    Returns: the folder.
+    Raises: OSError when the disk refuses (the temporary folder is removed again),
+    CheckpointError when what was written does not read back.
+    """
+    final = root / step_name(state["step"])
+    temporary = root / f".tmp-{final.name}"
+    root.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        _write_files(temporary, model, optimizer, state)
+        os.rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _fsync(root)
+    verify_checkpoint(final)
+    return final
+
+
+def _write_files(folder: Path, model, optimizer, state: dict[str, Any]) -> None:
+    weights, _ = split_tied(model.state_dict())
+    save_file({n: t.detach().contiguous() for n, t in weights.items()}, folder / MODEL)
+    save_file(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
+    _write_json(folder / STATE, {"format": FORMAT, **state})
+    for name in FILES:
+        _fsync(folder / name)
+    files = {name: _fingerprint(folder / name) for name in FILES}
+    _write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
+    _fsync(folder / MANIFEST)
+    _fsync(folder)
+
+
+def rotate(root: Path, keep_last: int) -> list[Path]:
+    """Delete all but the ``keep_last`` newest checkpoints; returns those deleted.
+
+    Call it after the newest one was verified. A folder is renamed before its files go,
+    so an interrupted deletion never looks like a checkpoint.
+    """
+    doomed = list_checkpoints(root)[:-keep_last]
+    for path in doomed:
+        grave = root / f".tmp-deleted-{path.name}"
+        os.rename(path, grave)
+        shutil.rmtree(grave)
+    return doomed
+
+
+def remove_temporary(root: Path) -> None:
+    """Delete what an interrupted save or rotation left behind."""
+    for path in root.glob(".tmp-*"):
+        shutil.rmtree(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that training will write again; it is kept, not used."""
+    aside, count = path.with_name(f"aside_{path.name}"), 1
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"aside_{path.name}_{count}")
+    os.rename(path, aside)
+    return aside
+
+
+# --------------------------------------------------------------------------------------
+# Finding
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step; the names sort like the steps."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint folder is named after."""
+    return int(path.name.removeprefix("step_"))
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Checkpoint folders, oldest first, good or not."""
+    found = (p for p in root.glob("step_*") if p.name.removeprefix("step_").isdigit())
+    return sorted(found, key=step_of)
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Check a checkpoint against its manifest: files, sizes, hashes, format.
+
+    Raises: CheckpointError naming folder and fault.
+    """
+    manifest = _read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: {MANIFEST} has format {manifest.get('format')!r}, this version "
+            f"reads {FORMAT}"
+        )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or set(files) != set(FILES):
+        raise CheckpointError(f"{path}: {MANIFEST} should list {', '.join(FILES)}")
+    for name, expected in files.items():
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path}: {name} is missing")
+        size = (path / name).stat().st_size
+        if size != expected["bytes"]:
+            raise CheckpointError(
+                f"{path}: {name} has {size} bytes, the manifest says "
+                f"{expected['bytes']}"
+            )
+        if _fingerprint(path / name) != expected:
+            raise CheckpointError(f"{path}: {name} does not have its SHA-256")
+
+
+def newest_checkpoint(root: Path, log: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies, or None when there is none at all.
+
+    Each bad one is named through ``log`` and the next older is tried.
+    Raises: CheckpointError when there are checkpoints and all of them are bad.
+    """
+    candidates = list_checkpoints(root)
+    for path in reversed(candidates):
+        try:
+            verify_checkpoint(path)
+            return path
+        except CheckpointError as error:
+            log(f"[warn] bad checkpoint, trying the next older: {error}")
+    if candidates:
+        raise CheckpointError(
+            f"{root}: none of its {len(candidates)} checkpoints is intact; move them "
+            "away to start over"
+        )
+    return None
+
+
+def find_checkpoint(path: Path, log: Callable[[str], None]) -> Path:
+    """A verified checkpoint from a checkpoint, a checkpoints folder or a run folder.
+
+    Raises: CheckpointError when there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    if (path / MANIFEST).exists() or path.name.startswith("step_"):
+        verify_checkpoint(path)
+        return path
+    for root in (path / "checkpoints", path):
+        newest = newest_checkpoint(root, log)
+        if newest is not None:
+            return newest
+    raise CheckpointError(
+        f"{path}: no checkpoint here; wants a step_... folder, a checkpoints folder or "
+        "a run folder"
+    )
+
+
+# --------------------------------------------------------------------------------------
+# Reading
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON state of a checkpoint: step, position, config, versions and so on."""
+    return _read_json(path / STATE)
+
+
+def load_model(path: Path, model: nn.Module) -> None:
+    """Copy a checkpoint's weights into a model, tied names included.
+
+    Raises: CheckpointError listing the tensors that differ in name or shape.
+    """
+    own = model.state_dict()
+    unique, ties = split_tied(own)
+    stored = _load_tensors(path / MODEL)
+    _refuse_difference(path / MODEL, _shapes(stored), _shapes(unique))
+    model.load_state_dict(stored | {name: stored[ties[name]] for name in ties})
+
+
+def load_optimizer(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Copy a checkpoint's AdamW moments into an optimizer of the same model.
+
+    Raises: CheckpointError listing the tensors that differ in name or shape.
+    """
+    stored = _load_tensors(path / OPTIMIZER)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    expected = {}
+    for name, shape in shapes.items():
+        expected |= {f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
+        expected[f"{name}.step"] = ()
+    # Before the first update there are no moments to store.
+    _refuse_difference(path / OPTIMIZER, _shapes(stored), expected if stored else {})
+    packed = optimizer.state_dict()
+    names = [n for group in packed["param_groups"] for n in group["param_names"]]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    packed["state"] = {
+        index: {key: stored[f"{name}.{key}"] for key in keys}
+        for index, name in enumerate(names)
+        if stored
+    }
+    optimizer.load_state_dict(packed)
+
+
+def split_tied(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Separate a state dict into distinct tensors and names that repeat one of them.
+
+    Returns: tensors by name, each storage once; and {repeated name: first name}.
+    """
+    unique: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    first: dict[tuple, str] = {}
+    for name, tensor in state.items():
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+        if tensor.numel() and place in first:
+            ties[name] = first[place]
+        else:
+            first[place] = name
+            unique[name] = tensor
+    return unique, ties
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of PyTorch's generators, as text that JSON can hold."""
+    states = {"cpu": _encode(torch.get_rng_state())}
+    if torch.cuda.is_available():
+        states["cuda"] = [_encode(s) for s in torch.cuda.get_rng_state_all()]
+    return states
+
+
+def restore_rng(states: dict[str, Any]) -> None:
+    """Put the generators back; those of GPUs only if as many GPUs are here."""
+    torch.set_rng_state(_decode(states["cpu"]))
+    stored = states.get("cuda", [])
+    if stored and len(stored) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_decode(s) for s in stored])
+
+
+# --------------------------------------------------------------------------------------
+# Small pieces
+
+
+def _optimizer_tensors(model: nn.Module, optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": value.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _refuse_difference(path: Path, stored: dict, expected: dict) -> None:
+    names = sorted(stored.keys() | expected.keys())
+    differing = [n for n in names if stored.get(n) != expected.get(n)]
+    if not differing:
+        return
+    shown = ", ".join(
+        f"{n}: stored {stored.get(n, 'nothing')}, model {expected.get(n, 'nothing')}"
+        for n in differing[:3]
+    )
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    raise CheckpointError(f"{path}: does not fit this model: {shown}{more}")
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise CheckpointError(f"{path}: not JSON") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: wants a JSON object")
+    return value
+
+
+def _encode(tensor: Tensor) -> str:
+    return base64.b64encode(tensor.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,449 @@
+"""Run configuration: YAML with three sections, checked before anything else runs.
+
+A mistake in a file or in a ``--set`` override is one line that names where it is,
+what was got and what is allowed. Scalars follow the YAML 1.2 core schema: ``3e-4`` is
+a float, ``yes`` and ``on`` are strings, and a key given twice is an error.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mamba3lite.models.transformer import ModelConfig
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class ConfigError(ValueError):
+    """A configuration mistake: one line with place, value and what is allowed."""
+
+
+class TrainingConfig(BaseModel):
+    """The ``training`` section; lengths are in optimizer steps unless named tokens."""
+
+    model_config = STRICT
+
+    micro_batch_size: int = Field(16, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    total_steps: int | None = Field(None, ge=1)
+    total_tokens: int | None = Field(None, ge=1)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["cosine"] = "cosine"
+    lr: float = Field(3e-4, gt=0)
+    min_lr_ratio: float = Field(0.05, ge=0, le=1)
+    weight_decay: float = Field(0.1, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    grad_clip: float = Field(1.0, gt=0)
+    grad_checkpoint: bool = False
+    compile: bool = False
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    tf32: bool = True
+    eval_interval: int = Field(250, ge=1)
+    eval_windows: int = Field(64, ge=1)
+    sample_interval: int = Field(1000, ge=1)
+    save_interval: int = Field(500, ge=1)
+    log_interval: int = Field(10, ge=1)
+    keep_last: int = Field(3, ge=2)
+    nan_guard: bool = True
+    nan_guard_max_consecutive: int = Field(5, ge=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    save_dir: str | None = Field(None, min_length=1)
+
+
+class DataConfig(BaseModel):
+    """The ``data`` section: a prepared folder, or a source that is prepared first."""
+
+    model_config = STRICT
+
+    train_data_path: str | None = Field(None, min_length=1)
+    source: str | None = Field(None, min_length=1)
+    tokenizer: Literal["byte", "gpt2"] = "byte"
+    val_fraction: float | None = Field(None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "DataConfig":
+        for key in ("source", "val_fraction"):
+            if self.train_data_path is not None and getattr(self, key) is not None:
+                raise ValueError(
+                    f"data.{key}: data.train_data_path names a folder that is already "
+                    "prepared; give one of the two"
+                )
+        return self
+
+
+class RunConfig(BaseModel):
+    """A whole run: the model, how it is trained, and on what."""
+
+    model_config = STRICT
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        training = self.training
+        if (training.total_steps is None) == (training.total_tokens is None):
+            raise ValueError(
+                "training.total_steps: give exactly one of training.total_steps and "
+                "training.total_tokens"
+            )
+        if training.warmup_steps > self.total_steps:
+            raise ValueError(
+                f"training.warmup_steps: got {training.warmup_steps}, should be at "
+                f"most the {self.total_steps} steps of the run"
+            )
+        return self
+
+    @property
+    def global_rows(self) -> int:
+        """Rows of max_seq_len tokens in one optimizer step."""
+        training = self.training
+        return training.micro_batch_size * training.gradient_accumulation_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in one optimizer step."""
+        return self.global_rows * self.model.max_seq_len
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run; a token budget is rounded up to whole steps."""
+        if self.training.total_steps is not None:
+            return self.training.total_steps
+        return math.ceil(self.training.total_tokens / self.tokens_per_step)
+
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": tuple(field.name for field in dataclasses.fields(ModelConfig)),
+    "training": tuple(TrainingConfig.model_fields),
+    "data": tuple(DataConfig.model_fields),
+}
+
+# What other trainers call the same thing.
+ALIASES = {
+    "learning_rate": "training.lr",
+    "max_lr": "training.lr",
+    "min_lr": "training.min_lr_ratio",
+    "batch_size": "training.micro_batch_size",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "grad_accum": "training.gradient_accumulation_steps",
+    "accumulation_steps": "training.gradient_accumulation_steps",
+    "max_steps": "training.total_steps",
+    "steps": "training.total_steps",
+    "num_steps": "training.total_steps",
+    "train_steps": "training.total_steps",
+    "max_iters": "training.total_steps",
+    "max_tokens": "training.total_tokens",
+    "warmup": "training.warmup_steps",
+    "warmup_iters": "training.warmup_steps",
+    "max_grad_norm": "training.grad_clip",
+    "clip_grad": "training.grad_clip",
+    "wd": "training.weight_decay",
+    "activation_checkpointing": "training.grad_checkpoint",
+    "gradient_checkpointing": "training.grad_checkpoint",
+    "dtype": "training.precision",
+    "mixed_precision": "training.precision",
+    "eval_every": "training.eval_interval",
+    "eval_steps": "training.eval_interval",
+    "save_every": "training.save_interval",
+    "save_steps": "training.save_interval",
+    "logging_steps": "training.log_interval",
+    "output_dir": "training.save_dir",
+    "out_dir": "training.save_dir",
+    "random_seed": "training.seed",
+    "hidden_size": "model.d_model",
+    "dim": "model.d_model",
+    "num_layers": "model.n_layers",
+    "n_layer": "model.n_layers",
+    "depth": "model.n_layers",
+    "num_heads": "model.n_heads",
+    "d_state": "model.state_dim",
+    "intermediate_size": "model.ffn_dim",
+    "seq_len": "model.max_seq_len",
+    "context_length": "model.max_seq_len",
+    "block_size": "model.max_seq_len",
+    "tie_word_embeddings": "model.weight_tying",
+    "data_path": "data.train_data_path",
+    "dataset": "data.source",
+    "corpus": "data.source",
+    "val_split": "data.val_fraction",
+}
+
+# Of each pair a run has one: an override of either replaces the other in the file.
+EXCLUSIVE = {
+    "training.total_steps": ("training.total_tokens",),
+    "training.total_tokens": ("training.total_steps",),
+    "data.train_data_path": ("data.source", "data.val_fraction"),
+    "data.source": ("data.train_data_path",),
+}
+
+
+# --------------------------------------------------------------------------------------
+# YAML 1.2 core schema
+
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+_SCALARS = [
+    ("null", re.compile(r"~|null|Null|NULL|")),
+    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE")),
+    ("int", _INT),
+    ("float", _FLOAT),
+]
+_CORE_RESOLVERS = {
+    None: [
+        (f"tag:yaml.org,2002:{name}", re.compile(rf"(?:{pattern.pattern})\Z"))
+        for name, pattern in _SCALARS
+    ]
+}
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2 and no key given twice."""
+
+    yaml_implicit_resolvers = _CORE_RESOLVERS
+
+    def construct_core_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+    def construct_core_float(self, node: yaml.ScalarNode) -> float:
+        text = self.construct_scalar(node).lower()
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ConfigError(f"line {line}: key {key!r} should be a string")
+            if key in mapping:
+                raise ConfigError(f"line {line}: key {key!r} is given twice")
+            mapping[key] = self.construct_object(value_node, deep=True)
+        return mapping
+
+    def construct_core_map(self, node: yaml.MappingNode) -> dict:
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"line {node.start_mark.line + 1}: wants a mapping")
+        return self.construct_mapping(node, deep=True)
+
+
+_CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_core_int)
+_CoreLoader.add_constructor("tag:yaml.org,2002:float", _CoreLoader.construct_core_float)
+_CoreLoader.add_constructor("tag:yaml.org,2002:map", _CoreLoader.construct_core_map)
+
+
+class _CoreDumper(yaml.SafeDumper):
+    """Quotes exactly the strings that the core schema would read as something else."""
+
+    yaml_implicit_resolvers = _CORE_RESOLVERS
+
+
+def parse_yaml(text: str) -> Any:
+    """Read one YAML document with YAML 1.2 core scalars.
+
+    Raises: ConfigError with the line of a syntax error or of a key given twice.
+    """
+    try:
+        return yaml.load(text, Loader=_CoreLoader)  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{where}not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"not YAML text: {reason}") from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML that ``load_config`` reads back equal."""
+    raw = config.model_dump(mode="json", exclude_none=True)
+    return yaml.dump(raw, Dumper=_CoreDumper, sort_keys=False)
+
+
+# --------------------------------------------------------------------------------------
+# Finding, reading and checking
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configurations inside the package, by name."""
+    folder = Path(str(resources.files("mamba3lite") / "configs"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_config(name: str) -> Path:
+    """A shipped configuration by name, or a file by path.
+
+    Raises: ConfigError listing the shipped names when there is neither.
+    """
+    shipped = shipped_configs()
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.exists():
+        raise ConfigError(f"--config {name}: not a file")
+    near = nearest(name, shipped)
+    hint = f"; did you mean {near}?" if near else ""
+    raise ConfigError(
+        f"--config {name}: no such file, nor a shipped configuration{hint} "
+        f"(shipped: {', '.join(shipped)})"
+    )
+
+
+def load_config(name: str, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a configuration, apply ``section.key=value`` overrides, check everything.
+
+    Args: name: shipped name or path of a YAML file. overrides: as given to ``--set``.
+    Returns: the checked configuration; ``training.save_dir`` is filled in with
+    ``runs/NAME`` when the file leaves it out.
+    Raises: ConfigError, one line, naming the file or ``--set``.
+    """
+    path = find_config(name)
+    label = path.stem if name in shipped_configs() else name
+    raw = _read_mapping(path, label)
+    overridden: list[str] = []
+    for override in overrides:
+        overridden.append(_apply_override(raw, override, overridden))
+    config = check_config(raw, label, overridden)
+    if config.training.save_dir is not None:
+        return config
+    training = config.training.model_copy(update={"save_dir": f"runs/{path.stem}"})
+    return config.model_copy(update={"training": training})
+
+
+def check_config(raw: dict, label: str, overridden: Iterable[str] = ()) -> RunConfig:
+    """Validate a mapping of sections; ``overridden`` paths are blamed on ``--set``."""
+    try:
+        return RunConfig.model_validate_json(json.dumps(raw))
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+    except TypeError as error:  # raised by ModelConfig itself
+        lines = [f"model.{error}"]
+    blamed = any(re.match(rf"{re.escape(path)}\b", lines[0]) for path in overridden)
+    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+    raise ConfigError(f"{'--set' if blamed else label}: {lines[0]}{more}")
+
+
+def _read_mapping(path: Path, label: str) -> dict:
+    try:
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{label}: not YAML text: not UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{label}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from None
+    if not isinstance(raw, dict):
+        got = "nothing" if raw is None else type(raw).__name__
+        raise ConfigError(
+            f"{label}: got {got}, should be a mapping with the sections "
+            f"{', '.join(SECTIONS)}"
+        )
+    return raw
+
+
+def _apply_override(raw: dict, override: str, earlier: list[str]) -> str:
+    """Write one ``section.key=value`` into the mapping; returns its dotted path."""
+    dotted, equals, text = override.partition("=")
+    section, dot, key = dotted.partition(".")
+    if not (equals and dot and section and key):
+        near = _suggestion("", dotted)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(
+            f"--set: got {override!r}, should be section.key=value, such as "
+            f"training.lr=1e-3{hint}"
+        )
+    values = raw.setdefault(section, {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"--set: {dotted}: the file's {section} is not a mapping")
+    for other in EXCLUSIVE.get(dotted, ()):
+        if other not in earlier:
+            values.pop(other.removeprefix(f"{section}."), None)
+    values[key] = _scalar(text)
+    return dotted
+
+
+def _scalar(text: str) -> Any:
+    """One override value, by the same rules as a scalar in a file."""
+    try:
+        value = parse_yaml(text)
+    except ConfigError:
+        return text
+    return text if isinstance(value, dict | list) else value
+
+
+def _explain(error: dict) -> str:
+    """One pydantic error as 'path: what was got, what is allowed'."""
+    path = ".".join(str(part) for part in error["loc"])
+    kind, message = error["type"], error["msg"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _unknown_key(*(str(part) for part in error["loc"]))
+    if kind == "value_error":
+        message = str(error["ctx"]["error"])
+        inside_model = path == "model" and not message.startswith("model")
+        return f"model.{message}" if inside_model else message
+    message = message.replace("Input should be", "should be")
+    return f"{path}: got {json.dumps(error['input'])}, {message}"
+
+
+def _unknown_key(section: str, key: str = "") -> str:
+    if not key:
+        near = _suggestion("", section)
+        hint = f"; did you mean {near}?" if near else ""
+        return f"{section} is not a section{hint} (sections: {', '.join(SECTIONS)})"
+    near = _suggestion(section, key)
+    hint = f"; did you mean {near}?" if near else ""
+    settings = ", ".join(SECTIONS[section])
+    return f"{section}.{key} is not a setting{hint} (settings: {settings})"
+
+
+def _suggestion(section: str, key: str) -> str | None:
+    """The setting that was probably meant: other names first, then nearest key."""
+    alias = nearest(key, ALIASES)
+    if alias:
+        return ALIASES[alias]
+    own_first = sorted(SECTIONS, key=lambda name: name != section)
+    for name in own_first:
+        if key in SECTIONS[name]:
+            return f"{name}.{key}"
+    if not section and (near := nearest(key, SECTIONS)):
+        return near
+    for name in own_first:
+        if near := nearest(key, SECTIONS[name]):
+            return f"{name}.{near}"
+    return None
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """The closest of some words, if at most a third of its letters need changing."""
+    best = min(words, key=lambda other: edit_distance(word, other), default=None)
+    close = best is not None and edit_distance(word, best) <= max(1, len(best) // 3)
+    return best if close else None
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Letters to insert, delete or change to turn one word into the other."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            change = diagonal + (x != y)
+            diagonal = row[j]
+            row[j] = min(row[j] + 1, row[j - 1] + 1, change)
+    return row[-1]

@@ -1,0 +1,219 @@
+"""What a run reports: metrics.jsonl, curves.png, bits per byte, the progress line."""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+# Okabe and Ito's palette, distinguishable with every common color vision.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+class MetricsError(ValueError):
+    """Metrics that cannot be read or drawn: one line."""
+
+
+# --------------------------------------------------------------------------------------
+# metrics.jsonl and samples.txt
+
+
+class MetricsLog:
+    """Appends one JSON object a line, each written whole before the next."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one line; floats that are not finite are refused."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def keep_until(self, step: int) -> None:
+        """Drop a torn last line and every line after ``step``: they will come again."""
+        if not self.path.exists():
+            return
+        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        replace_text(self.path, text)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line cut short by a crash is left out.
+
+    Raises: MetricsError for a damaged line anywhere else.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise MetricsError(f"{path}: line {number} is not JSON") from None
+    return rows
+
+
+def sample_header(step: int) -> str:
+    """The line that opens a sample in samples.txt."""
+    return f"===== step {step:08d}, seed 0, from the empty prompt =====\n"
+
+
+def keep_samples_until(path: Path, step: int) -> None:
+    """Drop the samples after ``step`` from samples.txt."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        number = line.removeprefix("===== step ").partition(",")[0]
+        if number.isdigit() and line == sample_header(int(number)) and int(number) > step:
+            break
+        kept.append(line)
+    replace_text(path, "".join(kept))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file under another name and rename it over the old one."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+# --------------------------------------------------------------------------------------
+# Figures of merit
+
+
+def bits_per_byte(loss_sum: float, n_bytes: float) -> float:
+    """Summed cross-entropy in nats over text of ``n_bytes`` bytes, as bits a byte."""
+    return loss_sum / math.log(2) / n_bytes
+
+
+def zlib_bits_per_byte(text: bytes) -> float:
+    """What zlib at level 9 needs for the same text as one stream."""
+    return 8 * len(zlib.compress(text, 9)) / len(text)
+
+
+# --------------------------------------------------------------------------------------
+# curves.png
+
+PANELS = (
+    ("loss", "training loss (nats per token)"),
+    ("val_bpb", "validation (bits per byte)"),
+    ("lr", "learning rate"),
+    ("grad_norm", "gradient norm before clipping"),
+    ("tokens_per_s", "speed (tokens per second)"),
+)
+
+
+def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
+    """Draw the curves of one or several runs, overlaid, into a PNG.
+
+    Raises: MetricsError for a folder without metrics.
+    """
+    runs = {}
+    for run_dir in run_dirs:
+        path = run_dir / "metrics.jsonl"
+        if not path.is_file():
+            raise MetricsError(f"{run_dir}: no metrics.jsonl here")
+        if not (rows := read_metrics(path)):
+            raise MetricsError(f"{path}: empty")
+        runs[str(run_dir)] = rows
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3).flat
+    for axis, (key, label) in zip(axes, PANELS, strict=False):
+        _draw_panel(axis, key, label, runs)
+    last = axes[len(PANELS)]
+    last.set_axis_off()
+    handles, labels = axes[0].get_legend_handles_labels()
+    last.legend(handles, labels, loc="center", title="run", frameon=False)
+    temporary = out.with_name(f".tmp-{out.name}")
+    figure.savefig(temporary, format="png", dpi=110)
+    os.replace(temporary, out)
+
+
+def _draw_panel(axis, key: str, label: str, runs: dict[str, list[dict]]) -> None:
+    for number, (name, rows) in enumerate(runs.items()):
+        color = COLORS[number % len(COLORS)]
+        points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        marker = "o" if len(points) < 40 else None
+        axis.plot(steps, values, color=color, label=name, marker=marker, markersize=3)
+        if key == "val_bpb":
+            _draw_zlib(axis, rows, color)
+    axis.set_xlabel("optimizer step")
+    axis.set_ylabel(label)
+    axis.set_ylim(bottom=0 if key in ("lr", "tokens_per_s") else None)
+    axis.grid(alpha=0.3)
+
+
+def _draw_zlib(axis, rows: list[dict], color: str) -> None:
+    levels = [row["zlib_bpb"] for row in rows if "zlib_bpb" in row]
+    if levels:
+        axis.axhline(levels[-1], color=color, linestyle="--", linewidth=1)
+        axis.annotate(
+            "zlib -9, same text",
+            (1, levels[-1]),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+        )
+
+
+# --------------------------------------------------------------------------------------
+# The progress line
+
+
+class Display:
+    """A progress bar on a terminal; plain lines, one per log interval, elsewhere."""
+
+    def __init__(self, total_steps: int, console: Console | None = None):
+        self.console = console or Console(highlight=False, markup=False, soft_wrap=True)
+        self.total_steps = total_steps
+        self.bar = Progress(
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=total_steps, text="")
+
+    def __enter__(self) -> "Display":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, row: dict[str, Any], eta_s: float) -> None:
+        """Show one logged step."""
+        text = (
+            f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
+            f"grad norm {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} tokens/s  "
+        )
+        text += f"mfu {row['mfu']:.1%}  " if row["mfu"] is not None else ""
+        text += f"ETA {clock(eta_s)}"
+        if self.console.is_terminal:
+            self.bar.update(self.task, completed=row["step"], text=text)
+        else:
+            self.line(f"step {row['step']:>6}/{self.total_steps}  {text}")
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
