@@ -1,0 +1,449 @@
+"""The MkDocs hook: notebooks as pages, formulas as MathML, code anchors as links.
+
+Nothing is written outside the site: notebook pages and their figures are handed to
+MkDocs in memory, so its strict checks of links and anchors see them like any page,
+and `mkdocs serve` never sees a change that it made itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import logging
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+from latex2mathml.converter import convert
+from markdown import Markdown
+from markdown.extensions import Extension
+from markdown.inlinepatterns import InlineProcessor
+from markdown.preprocessors import Preprocessor
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+log = logging.getLogger("mkdocs.hooks.site")
+
+# ---------------------------------------------------------------- formulas
+
+
+ARITY = {"mfrac": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2}
+
+
+class FormulaError(PluginError):
+    """A formula that would not be drawn as it was meant."""
+
+
+def mathml(latex: str, display: str = "inline") -> str:
+    """Presentation MathML for one LaTeX formula, limited to what browsers draw.
+
+    Args:
+        latex: the formula without its dollar signs.
+        display: `"inline"` or `"block"`.
+
+    Raises:
+        FormulaError: for an unknown command, a stray `&`, or an element outside
+            MathML Core (`\\boxed`, `\\mathbb R` without braces).
+    """
+    # latex2mathml knows align* but not aligned, which is what MathJax wants in $$.
+    source = re.sub(r"\\(begin|end)\{aligned\}", r"\\\1{align*}", latex.strip())
+    try:
+        text = convert(source, display=display)
+        root = ElementTree.fromstring(text.replace(" xmlns=", " data-ns=", 1))
+    except Exception as error:
+        raise FormulaError(f"cannot read the formula {latex!r}: {error!r}") from error
+    for element in root.iter():
+        if "\\" in (element.text or ""):
+            raise FormulaError(f"unknown command {element.text} in {latex!r}")
+        if len(element) != ARITY.get(element.tag, len(element)):
+            raise FormulaError(f"an argument is missing in {latex!r}")
+        variant = element.get("mathvariant", "normal")
+        if element.tag == "menclose" or variant != "normal":
+            raise FormulaError(f"browsers do not draw {element.tag} of {latex!r}")
+    _set_operators(root)
+    root.attrib.pop("data-ns")
+    root.set("alttext", latex.strip())
+    return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
+
+
+def _set_operators(root: ElementTree.Element) -> None:
+    """Give relations and fences operator spacing, and `ln 2` its thin space."""
+    for element in root.iter("mi"):
+        text = element.text or ""
+        if len(text) == 1 and unicodedata.category(text) in {"Sm", "Ps", "Pe"}:
+            element.tag = "mi" if text == "∞" else "mo"
+        elif len(text) == 1 and "Α" <= text <= "Ω":
+            element.set("mathvariant", "normal")  # as in LaTeX: capitals stand upright
+    for element in root.iter("mo"):
+        if element.text == "/":
+            element.attrib |= {"lspace": "0.1em", "rspace": "0.1em"}
+        elif element.text == "‖" and "form" not in element.attrib:
+            element.attrib |= {"stretchy": "false", "lspace": "0", "rspace": "0"}
+        if len(element.text or "") > 1 and element.text.isalpha():
+            element.tag = "mi"  # \operatorname
+    for parent in list(root.iter("mrow")) + list(root.iter("mtd")):
+        for index in reversed(range(len(parent) - 1)):
+            name, after = parent[index], parent[index + 1]
+            while name.tag in {"msub", "msup", "msubsup", "munder"}:
+                name = name[0]
+            is_word = name.tag == "mi" and len(name.text or "") > 1
+            if is_word and after.tag not in {"mo", "mspace"}:
+                parent.insert(index + 1, ElementTree.Element("mspace", width="0.167em"))
+
+
+class _DisplayMath(Preprocessor):
+    """`$$ ... $$` that opens at the start of a line."""
+
+    pattern = re.compile(
+        r"^(?P<indent>[ \t]*)\$\$(?P<latex>.+?)\$\$(?P<after>[ \t]*[.,;]?)[ \t]*$",
+        re.MULTILINE | re.DOTALL,
+    )
+
+    def run(self, lines: list[str]) -> list[str]:
+        return self.pattern.sub(self._block, "\n".join(lines)).split("\n")
+
+    def _block(self, match: re.Match[str]) -> str:
+        latex = match["latex"].strip() + match["after"].strip()
+        box = f'<div class="math" tabindex="0">{mathml(latex, "block")}</div>'
+        indent = match["indent"]
+        return f"\n{indent}{self.md.htmlStash.store(box)}\n"
+
+
+class _InlineMath(InlineProcessor):
+    """`$...$`, with no space just inside and no digit just after."""
+
+    def handleMatch(self, m: re.Match[str], data: str):
+        box = f'<span class="math">{mathml(m[1])}</span>'
+        return self.md.htmlStash.store(box), m.start(0), m.end(0)
+
+
+INLINE_MATH = r"(?<![\\$])\$(?![\s$])([^$]+)(?<![\s\\])\$(?!\d)"
+
+
+# ---------------------------------------------------------------- code anchors
+
+ANCHOR = re.compile(
+    r"(?P<file>(?:mamba3lite|tests|tools)/[\w/]*\w\.py)"
+    r"(?:(?P<colon>::?)(?P<symbol>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*))?"
+)
+
+
+class AnchorError(PluginError):
+    """A code anchor that names nothing in the working tree."""
+
+
+def resolve_anchor(root: Path, file: str, symbol: str | None) -> str:
+    """What an anchor names: module, function, class, method, attribute or constant.
+
+    The file is parsed, never imported. A class attribute counts when the class body
+    or one of its methods (`self.name = ...`) assigns it.
+
+    Raises:
+        AnchorError: if the file, the symbol or the member does not exist.
+    """
+    path = root / file
+    if not path.is_file():
+        raise AnchorError(f"{file} does not exist")
+    if symbol is None:
+        return "module"
+    names = definitions(ast.parse(path.read_text(encoding="utf-8")).body)
+    head, _, member = symbol.partition(".")
+    if head not in names:
+        raise AnchorError(f"{file} defines no {head}")
+    node = names[head]
+    if not member:
+        return _kind(node)
+    members = _members(node) if isinstance(node, ast.ClassDef) else {}
+    if member not in members:
+        raise AnchorError(f"{head} in {file} has no {member}")
+    is_method = isinstance(members[member], ast.FunctionDef)
+    return "method" if is_method else "attribute"
+
+
+def _kind(node: ast.AST) -> str:
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return "function" if is_function else "constant"
+
+
+def definitions(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """Names that a block defines itself (imports excluded), branches included."""
+    found: dict[str, ast.stmt] = {}
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found[node.name] = node
+            case ast.Assign(targets=targets):
+                names = [n for t in targets for n in ast.walk(t)]
+                found |= {n.id: node for n in names if isinstance(n, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found[name] = node
+            case ast.If() | ast.Try() | ast.With():
+                found |= definitions(node.body + getattr(node, "orelse", []))
+    return found
+
+
+def _members(node: ast.ClassDef) -> dict[str, ast.stmt]:
+    found: dict[str, ast.stmt] = {}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Assign | ast.AnnAssign):
+            targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
+            for target in targets:
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value) in {
+                    "self",
+                    "cls",
+                }:
+                    found[target.attr] = inner
+    return found | definitions(node.body)
+
+
+def api_identifier(file: str, symbol: str | None, kind: str) -> str:
+    """The API entry that shows the source of an anchor.
+
+    Attributes and constants have no source of their own: they lead to their class or
+    module.
+    """
+    parts = [Path(file).with_suffix("").as_posix().replace("/", ".")]
+    parts[0] = parts[0].removesuffix(".__init__")
+    if symbol and kind != "constant":
+        parts.append(symbol.rpartition(".")[0] if kind == "attribute" else symbol)
+    return ".".join(parts)
+
+
+class _CodeAnchor(InlineProcessor):
+    """A backticked anchor into the package becomes a reference to its API entry."""
+
+    def __init__(self, pattern: str, md: Markdown, root: Path) -> None:
+        super().__init__(pattern, md)
+        self.root = root
+
+    def handleMatch(self, m: re.Match[str], data: str):
+        kind = resolve_anchor(self.root, m["file"], m["symbol"])
+        code = ElementTree.Element("code", title=m[0].strip("`"))
+        code.text = m["symbol"] or m["file"]
+        if not m["file"].startswith("mamba3lite/"):
+            return code, m.start(0), m.end(0)
+        identifier = api_identifier(m["file"], m["symbol"], kind)
+        link = ElementTree.Element("autoref", identifier=identifier)
+        link.append(code)
+        return link, m.start(0), m.end(0)
+
+
+class SiteMarkdown(Extension):
+    """Formulas and code anchors for Python-Markdown.
+
+    Args:
+        root: the working tree that code anchors point into.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        # After fenced code (25) is put away, before raw HTML (20).
+        md.preprocessors.register(_DisplayMath(md), "site-display-math", 22)
+        # Between backticks (190) and escapes (180).
+        anchor = _CodeAnchor(rf"(?<!`)`{ANCHOR.pattern}`(?!`)", md, self.root)
+        md.inlinePatterns.register(anchor, "site-code-anchor", 195)
+        math = _InlineMath(INLINE_MATH, md)
+        md.inlinePatterns.register(math, "site-inline-math", 185)
+
+
+# ---------------------------------------------------------------- notebooks
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class NotebookError(PluginError):
+    """A notebook that cannot become a page."""
+
+
+def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """One executed notebook as Markdown, with the figures it shows.
+
+    Args:
+        path: an executed `.ipynb`.
+
+    Returns:
+        The page's Markdown, and the bytes of each figure by file name. Figures are
+        referred to as `<notebook stem>_files/<file name>`.
+
+    Raises:
+        NotebookError: if it does not open with a title, holds an error output, an
+            attachment, or an output of a kind that has no place on a page.
+    """
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    figures: dict[str, bytes] = {}
+    home_module, heading, parts = None, path.stem, []
+    for index, cell in enumerate(notebook["cells"]):
+        source = "".join(cell["source"])
+        tags = cell.get("metadata", {}).get("tags", [])
+        home_module = home_module or _tagged(tags, "module:")
+        if cell["cell_type"] == "markdown":
+            if cell.get("attachments"):
+                raise NotebookError(f"{path.name}, cell {index}: attachment")
+            found = re.findall(r"^#+\s+(.+)$", source, re.MULTILINE)
+            heading = found[-1] if found else heading
+            parts.append(_page_markdown(source))
+        elif cell["cell_type"] == "code" and source.strip():
+            parts.append(_code_block(source, _exported_to(tags, home_module)))
+            alt = _figure_titles(source) or heading
+            for output in cell["outputs"]:
+                where = f"{path.name}, cell {index}"
+                parts.append(_output(output, where, path.stem, alt, figures))
+    page = "\n\n".join(part for part in parts if part)
+    title, newline, rest = page.partition("\n")
+    if not title.startswith("# "):
+        raise NotebookError(f"{path.name}: the first line must be its title, `# ...`")
+    return f"{title}\n\n{_how_to_open(path.name)}\n{newline}{rest}\n", figures
+
+
+def _tagged(tags: list[str], prefix: str) -> str | None:
+    found = (tag.removeprefix(prefix) for tag in tags if tag.startswith(prefix))
+    return next(found, None)
+
+
+def _exported_to(tags: list[str], home_module: str | None) -> str | None:
+    module = _tagged(tags, "export:") or ("export" in tags and home_module) or None
+    return module and f"mamba3lite/models/{module}.py"
+
+
+def _how_to_open(name: str) -> str:
+    return (
+        f'!!! notebook "This page is a notebook"\n\n'
+        f"    Download [{name}]({name}), or run it from a clone of the repository,\n"
+        f"    after `make lab` has installed what it needs:\n\n"
+        f"    ```console\n    .venv/bin/jupyter lab notebooks/{name}\n    ```"
+    )
+
+
+def _fence(text: str, info: str) -> str:
+    ticks = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+    return f"{ticks}{info}\n{text.rstrip()}\n{ticks}"
+
+
+def _code_block(source: str, module: str | None) -> str:
+    title = f' title="exported to {module}"' if module else ""
+    return _fence(source, f"python{title}")
+
+
+def _page_markdown(source: str) -> str:
+    """A Markdown cell with its links turned to pages and its lists set apart.
+
+    Jupyter starts a list right under a paragraph; Python-Markdown wants a blank line.
+    """
+    source = re.sub(r"(\]\((?:\w+_)*\w+)\.ipynb(#[^)]*)?\)", r"\1.md\2)", source)
+    source = source.replace("](../docs/", "](../")
+    lines: list[str] = []
+    fenced = False
+    for line in source.split("\n"):
+        fenced ^= line.lstrip().startswith(("```", "~~~"))
+        is_item = re.match(r"([-*+]|\d+\.)\s", line)
+        before = lines[-1] if lines else ""
+        in_list = re.match(r"([-*+]|\d+\.)\s|\s", before)
+        if is_item and before.strip() and not in_list and not fenced:
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _figure_titles(source: str) -> str:
+    """The titles that a cell gives its figure: what the picture says, as alt text."""
+    titles = []
+    python = re.sub(r"^[%!].*$", "", source, flags=re.MULTILINE)
+    for node in ast.walk(ast.parse(python)):
+        if isinstance(node, ast.Call) and node.args:
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in {"set_title", "title", "suptitle"}:
+                titles.append((node.lineno, _constant_text(node.args[0])))
+    text = ". ".join(text for _, text in sorted(titles) if text)
+    return re.sub(r"\s+", " ", text.replace("$", "").replace("\\", ""))
+
+
+def _constant_text(node: ast.expr) -> str:
+    pieces = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+    return "".join(piece for piece in pieces if isinstance(piece, str))
+
+
+def _output(
+    output: dict, where: str, stem: str, alt: str, figures: dict[str, bytes]
+) -> str:
+    """Markdown of one output; a picture is added to `figures`."""
+    if output["output_type"] == "error":
+        raise NotebookError(f"{where}: {output['ename']}: {output['evalue']}")
+    if output["output_type"] == "stream":
+        return _text_output("".join(output["text"]))
+    data = {kind: "".join(v) for kind, v in output["data"].items() if kind != "json"}
+    for kind, suffix in (("image/svg+xml", "svg"), ("image/png", "png")):
+        if kind in data:
+            raw = data[kind]
+            name = f"figure_{len(figures) + 1:02}.{suffix}"
+            figures[name] = raw.encode() if suffix == "svg" else base64.b64decode(raw)
+            alt = re.sub(r"[\[\]\"]", "", alt)
+            return f"![{alt}]({stem}_files/{name}){{ .figure }}"
+    if "text/markdown" in data:
+        return _page_markdown(data["text/markdown"])
+    if "text/html" in data:
+        return f'<div class="output">\n{data["text/html"]}\n</div>'
+    if "text/plain" in data:
+        return _text_output(data["text/plain"])
+    raise NotebookError(f"{where}: no way to show {sorted(data)}")
+
+
+def _text_output(text: str) -> str:
+    text = ANSI.sub("", text)
+    return _fence(text, " { .text .output }") if text.strip() else ""
+
+
+# ---------------------------------------------------------------- MkDocs events
+
+
+def notebooks(root: Path) -> list[Path]:
+    """The numbered notebooks in reading order."""
+    return sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+
+
+def _root(config: MkDocsConfig) -> Path:
+    return Path(config.config_file_path).parent
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Register the Markdown extension and list the notebooks in the navigation."""
+    root = _root(config)
+    config.markdown_extensions.append(SiteMarkdown(root))
+    section = next(item["Notebooks"] for item in config.nav if "Notebooks" in item)
+    section += [f"notebooks/{path.stem}.md" for path in notebooks(root)]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add each notebook's page, figures and download to the files of the site."""
+    for file in _notebook_files(config):
+        files.append(file)
+    return files
+
+
+def _notebook_files(config: MkDocsConfig) -> Iterator[File]:
+    for path in notebooks(_root(config)):
+        page, figures = notebook_page(path)
+        yield File.generated(config, f"notebooks/{path.stem}.md", content=page)
+        yield File.generated(
+            config, f"notebooks/{path.name}", abs_src_path=str(path.resolve())
+        )
+        for name, content in figures.items():
+            uri = f"notebooks/{path.stem}_files/{name}"
+            yield File.generated(config, uri, content=content)
+
+
+def on_page_content(html: str, page, **_: object) -> str:
+    """Warn, which fails a strict build, where a dollar sign was left undrawn."""
+    text = re.sub(r"<(pre|code|math|svg|script)\b.*?</\1>", "", html, flags=re.DOTALL)
+    if left := re.search(r".{0,40}\$.{0,40}", re.sub(r"<[^>]+>", "", text)):
+        log.warning(f"{page.file.src_uri}: a formula was not drawn: {left[0]!r}")
+    return html
