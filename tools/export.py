@@ -270,7 +270,7 @@ def default_module(notebook: Notebook) -> str | None:
     for position, cell, module in named:
         if position or len(named) > 1:
             raise Fault(
-                f"{cell.at()}: tag module:{module}, but a notebook has one such tag, on "
+                f"{cell.at()}: tag module:{module}, but a notebook has one, on "
                 "its first cell"
             )
     return named[0][2] if named else None

@@ -1,0 +1,392 @@
+"""Execute the notebooks: every notebooks/NN_name.py makes an .ipynb with outputs.
+
+    python tools/notebooks.py             execute what changed
+    python tools/notebooks.py 02 07       execute these
+    python tools/notebooks.py --force     execute all: the package may have changed
+    python tools/notebooks.py --check     compare the pairs, execute nothing
+
+The .py is the source and is never written here. The .ipynb is a function of it: cell
+ids come from the sources, only `kernelspec` and `tags` are kept as metadata, paths of
+this machine are replaced. File times decide nothing, a fresh clone has none to trust.
+"""
+
+import argparse
+import difflib
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jupytext
+import nbformat
+from export import ROOT, Cell, Fault, notebook_paths, read_notebook
+from jupytext.config import JupytextConfiguration, load_jupytext_configuration_file
+from nbclient import NotebookClient
+from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbformat import NotebookNode
+
+PERCENT = {"extension": ".py", "format_name": "percent"}
+KERNELSPEC = {
+    "display_name": "Python 3 (ipykernel)",
+    "language": "python",
+    "name": "python3",
+}
+MAX_BYTES = 400_000
+CELL_TIMEOUT = 300  # seconds; a whole notebook should take a fifth of that
+IGNORE = "nbval-ignore-output"
+MAX_IGNORED = {"08": 10}
+MAX_IGNORED_ELSEWHERE = 4
+
+# What an output holds when it differs from run to run or from machine to machine: the
+# one reason for IGNORE. Anything else is compared.
+VARIES = re.compile(
+    r"""\d\s*(ns|us|µs|ms|s|sec|seconds?|min|minutes?|h|hours?)\b   # a duration
+      | /\s*(s|sec|second)\b                                        # a rate
+      | \d\s*[kKMGT]i?B\b                                           # memory in use
+      | \b\d+\.\d+\.\d+                                             # a version
+      | \b\d{4}-\d\d-\d\d\b | \b\d\d:\d\d:\d\d\b                    # a date, a clock
+      | \b(cpu|cuda|gpu|nvidia|cores?|threads?)\b                   # a device
+      | \b0x[0-9a-f]{6,} | <(repo|python|cell)>                     # an address, a path
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~>-])/(home|root|Users|tmp|var|opt|usr|mnt|private)/"
+)
+
+
+# ------------------------------------------------------------------------- the pieces
+
+
+def load_source(path: Path) -> NotebookNode:
+    """The notebook of a .py as it is before execution: ids set, outputs empty."""
+    notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt=PERCENT)
+    return normalize(notebook)
+
+
+def normalize(notebook: NotebookNode) -> NotebookNode:
+    """Set the ids of the cells and drop all metadata but kernelspec and tags."""
+    notebook.metadata = NotebookNode(kernelspec=NotebookNode(KERNELSPEC))
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for cell, name in zip(notebook.cells, cell_ids(notebook.cells), strict=True):
+        cell.id = name
+        tags = cell.metadata.get("tags")
+        cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
+    return notebook
+
+
+def cell_ids(cells: list[NotebookNode]) -> Iterator[str]:
+    """An id a cell: the hash of its source, with a counter from its second equal on."""
+    seen: dict[str, int] = {}
+    for cell in cells:
+        name = hashlib.sha256(cell.source.encode()).hexdigest()[:12]
+        seen[name] = seen.get(name, 0) + 1
+        yield name if seen[name] == 1 else f"{name}-{seen[name]}"
+
+
+def inputs(notebook: NotebookNode) -> list[str]:
+    """What a reader edits in each cell, as text: type, tags and source."""
+    return [
+        f"# %% [{cell.cell_type}] {' '.join(cell.metadata.get('tags', []))}\n"
+        f"{cell.source}\n"
+        for cell in notebook.cells
+    ]
+
+
+def texts_of(output: NotebookNode) -> list[str]:
+    """Every text of an output; pictures have none."""
+    if output.output_type == "stream":
+        return [output.text]
+    if output.output_type == "error":
+        return [output.ename, output.evalue, *output.traceback]
+    return [text for kind, text in output.data.items() if not kind.startswith("image/")]
+
+
+def sanitize(value: object, places: dict[str, str]) -> object:
+    """`value`, a part of an output, with the paths of this machine replaced."""
+    if isinstance(value, str):
+        value = re.sub(r"[^\s\"'(]*/ipykernel_\d+/\d+\.py", "<cell>", value)
+        for place, name in places.items():
+            value = re.sub(rf"{re.escape(place)}(?![\w.-])", name, value)
+        return value
+    if isinstance(value, list):
+        return [sanitize(part, places) for part in value]
+    if isinstance(value, dict):
+        return NotebookNode({k: sanitize(part, places) for k, part in value.items()})
+    return value
+
+
+def machine_places(root: Path) -> dict[str, str]:
+    """Folders of this machine, longest first, and what stands for them in outputs."""
+    places = {
+        sys.prefix: "<python>",
+        sys.base_prefix: "<python>",
+        str(root.resolve()): "<repo>",
+        str(Path.home()): "~",
+    }
+    places.pop("/", None)
+    return dict(sorted(places.items(), key=lambda item: -len(item[0])))
+
+
+def dumps(notebook: NotebookNode) -> str:
+    """The text of an .ipynb."""
+    return nbformat.writes(notebook, version=nbformat.NO_CONVERT) + "\n"
+
+
+# ------------------------------------------------------------------------ the checks
+
+
+def check_source(path: Path, root: Path) -> Iterator[str]:
+    """A line with a diff where JupyterLab would rewrite the .py by saving it."""
+    text = path.read_text(encoding="utf-8")
+    config = jupytext_config(root)
+    notebook = jupytext.reads(text, fmt=PERCENT, config=config)
+    notebook.metadata["kernelspec"] = NotebookNode(KERNELSPEC)
+    saved = jupytext.writes(notebook, fmt=PERCENT, config=config)
+    if saved != text:
+        diff = difflib.unified_diff(
+            text.splitlines(), saved.splitlines(), path.name, "as saved", lineterm=""
+        )
+        yield (
+            f"notebooks/{path.name}: saving it in JupyterLab would change more than an "
+            "edit; write it as jupytext does:\n" + "\n".join(diff)
+        )
+
+
+def check_pair(path: Path) -> Iterator[str]:
+    """A line for everything that is wrong with the .ipynb beside `path`."""
+    name = f"notebooks/{path.stem}.ipynb"
+    stored_path = path.with_suffix(".ipynb")
+    if not stored_path.exists():
+        yield f"{name}: missing; run `make notebooks`"
+        return
+    stored = nbformat.read(stored_path, as_version=nbformat.NO_CONVERT)
+    source = load_source(path)
+    if inputs(stored) != inputs(source):
+        old = "\n".join(inputs(stored)).splitlines()
+        new = "\n".join(inputs(source)).splitlines()
+        diff = difflib.unified_diff(old, new, name, path.name, n=1, lineterm="")
+        yield f"{name}: stale; run `make notebooks`:\n" + "\n".join(diff)
+        return
+    cells = read_notebook(path).cells
+    yield from check_shape(stored, source, cells, name)
+    yield from check_outputs(stored, cells)
+    if stored_path.stat().st_size > MAX_BYTES:
+        yield too_large(stored, cells, name)
+
+
+def check_shape(
+    stored: NotebookNode, source: NotebookNode, cells: tuple[Cell, ...], name: str
+) -> Iterator[str]:
+    """A line where `stored` is not what this tool writes for `source`."""
+    foreign = f"{name}: not written by tools/notebooks.py"
+    remedy = "run `make notebooks`"
+    if stored.metadata != source.metadata:
+        yield f"{foreign}: its metadata is not the kernelspec alone; {remedy}"
+    count = 0
+    for cell, expected, place in zip(stored.cells, source.cells, cells, strict=True):
+        if cell.get("id") != expected.id:
+            yield f"{foreign}: the id of {place.at()} is not its own; {remedy}"
+        for key in sorted(cell.metadata.keys() - {"tags"}):
+            yield f"{foreign}: {place.at()} has {key!r} in its metadata; {remedy}"
+        if cell.cell_type == "code" and cell.source:
+            count += 1
+            if cell.execution_count != count:
+                yield f"{foreign}: {place.at()} was not executed in order; {remedy}"
+
+
+def check_outputs(stored: NotebookNode, cells: tuple[Cell, ...]) -> Iterator[str]:
+    """A line for an output of this machine and for an output that nbval should see."""
+    ignored = []
+    for cell, place in zip(stored.cells, cells, strict=True):
+        if cell.cell_type != "code":
+            continue
+        text = "\n".join(text for output in cell.outputs for text in texts_of(output))
+        if found := MACHINE_PATH.search(text):
+            line = text[text.rfind("\n", 0, found.start()) + 1 :].split("\n")[0]
+            yield f"{place.at()}: a path of this machine in the output: {line.strip()}"
+        if IGNORE in place.tags:
+            ignored.append(place)
+            if not VARIES.search(text):
+                yield (
+                    f"{place.at()}: tagged {IGNORE}, but its output is "
+                    f"{what_is_shown(cell)}; let nbval compare it"
+                )
+    allowed = MAX_IGNORED.get(cells[0].notebook[:2], MAX_IGNORED_ELSEWHERE)
+    if len(ignored) > allowed:
+        yield (
+            f"notebooks/{cells[0].notebook}: {len(ignored)} cells are tagged {IGNORE}, "
+            f"at most {allowed} may be: lines {', '.join(str(c.line) for c in ignored)}"
+        )
+
+
+def what_is_shown(cell: NotebookNode) -> str:
+    """The kind of a code cell's output, for a message."""
+    if not cell.outputs:
+        return "empty"
+    pictures = [
+        output.output_type == "display_data"
+        and any(kind.startswith("image/") for kind in output.data)
+        for output in cell.outputs
+    ]
+    return "figures only" if all(pictures) else "deterministic text"
+
+
+def too_large(notebook: NotebookNode, cells: tuple[Cell, ...], name: str) -> str:
+    """A line that names the cell with the largest output."""
+    sizes = [len(str(cell.get("outputs", ""))) for cell in notebook.cells]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    size = len(dumps(notebook).encode())
+    return (
+        f"{name}: {size / 1000:.0f} kB, at most {MAX_BYTES // 1000}; the largest "
+        f"output, {sizes[largest] / 1000:.0f} kB, is that of {cells[largest].at()}"
+    )
+
+
+def check_orphans(root: Path) -> Iterator[str]:
+    """A line for every .ipynb without its .py."""
+    for path in sorted((root / "notebooks").glob("*.ipynb")):
+        if not path.with_suffix(".py").exists():
+            yield f"notebooks/{path.name}: has no .py beside it; delete it"
+
+
+def jupytext_config(root: Path) -> JupytextConfiguration:
+    """The pairing configuration that JupyterLab uses for the notebooks of `root`."""
+    return load_jupytext_configuration_file(str(root / "notebooks" / "jupytext.toml"))
+
+
+# --------------------------------------------------------------------- the execution
+
+
+def kernel_environment(folder: str) -> dict[str, str]:
+    """The environment of a kernel: the same wherever the notebook runs.
+
+    `folder` takes the place of the user's IPython profile, which could change outputs.
+    """
+    import torch
+
+    environment = dict(os.environ)
+    environment |= {
+        "PYTHONHASHSEED": "0",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "IPYTHONDIR": folder,
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    return environment
+
+
+def execute(path: Path, root: Path) -> NotebookNode:
+    """The executed notebook of `path`; raises Fault naming the cell that fails."""
+    notebook = load_source(path)
+    cells = read_notebook(path).cells
+    running = [0]
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=CELL_TIMEOUT,
+        coalesce_streams=True,
+        extra_arguments=["--log-level=ERROR"],
+        resources={"metadata": {"path": str(path.parent)}},
+        on_cell_start=lambda cell, cell_index: running.append(cell_index),
+    )
+    with tempfile.TemporaryDirectory() as profile:
+        try:
+            client.execute(env=kernel_environment(profile))
+        except (CellControlSignal, DeadKernelError) as error:
+            report = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+            raise Fault(
+                f"{cells[running[-1]].at()}: the cell failed\n{report}"
+            ) from None
+    places = machine_places(root)
+    for cell in normalize(notebook).cells:
+        if cell.cell_type == "code":
+            cell.outputs = sanitize(cell.outputs, places)
+    faults = [*check_outputs(notebook, cells)]
+    if len(dumps(notebook).encode()) > MAX_BYTES:
+        faults.append(too_large(notebook, cells, f"notebooks/{path.stem}.ipynb"))
+    if faults:
+        raise Fault("\n".join(faults))
+    return notebook
+
+
+def write(path: Path, notebook: NotebookNode) -> int:
+    """Write the .ipynb beside `path` in one piece; returns its size in bytes."""
+    text = dumps(notebook)
+    target = path.with_suffix(".ipynb")
+    partial = target.with_suffix(".ipynb.part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(target)
+    return len(text.encode())
+
+
+def select(paths: list[Path], names: list[str]) -> list[Path]:
+    """The notebooks with these numbers or names; raises Fault for an unknown one."""
+    chosen = []
+    for name in names:
+        stem = Path(name).stem
+        found = [path for path in paths if stem in (path.stem, path.stem[:2])]
+        if not found:
+            known = ", ".join(path.stem for path in paths)
+            raise Fault(f"{name}: no such notebook (there are {known})")
+        chosen += found
+    return [path for path in paths if path in chosen]
+
+
+def run_all(paths: list[Path], root: Path, everything: bool) -> list[str]:
+    """Execute and write notebooks one after the other; returns the faults."""
+    faults = []
+    for path in paths:
+        if not everything and not [*check_pair(path)]:
+            print(f"{path.stem}: unchanged", flush=True)
+            continue
+        print(f"{path.stem}: running", flush=True)
+        start = time.perf_counter()
+        try:
+            size = write(path, execute(path, root))
+        except Fault as fault:
+            faults.append(str(fault))
+            continue
+        seconds = time.perf_counter() - start
+        print(f"{path.stem}: {seconds:.1f} s, {size / 1000:.0f} kB", flush=True)
+    return faults
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Execute or check the notebooks; 0 when all is well, 1 with the reasons if not."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help="numbers or names; all without")
+    parser.add_argument("--check", action="store_true", help="compare, execute nothing")
+    parser.add_argument(
+        "--force", action="store_true", help="execute unchanged ones too"
+    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    options = parser.parse_args(arguments)
+    root = options.root.resolve()
+    try:
+        paths = notebook_paths(root)
+        chosen = select(paths, options.names) if options.names else paths
+    except Fault as fault:
+        print(fault, file=sys.stderr)
+        return 2
+    faults = [fault for path in chosen for fault in check_source(path, root)]
+    if options.check:
+        faults += [fault for path in chosen for fault in check_pair(path)]
+        faults += check_orphans(root)
+    elif not faults:
+        faults = run_all(chosen, root, options.force or bool(options.names))
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults:
+        return 1
+    print(f"{len(chosen)} notebooks agree with their sources")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
