@@ -1,3 +1,11 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
 # %% [markdown] tags=["module:ssd_complex"]
 # # From a differential equation to a recurrence
 # The state-space scan: discretization, the naive loop and the chunkwise algorithm.

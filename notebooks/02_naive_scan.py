@@ -1,3 +1,11 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
 # %% [markdown] tags=["module:ssd_complex"]
 # # The naive scan
 # One Python loop over time, nothing rearranged: the oracle for everything after it.

@@ -1,3 +1,11 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
 # %% [markdown] tags=["module:ssd_complex"]
 # # The chunkwise scan
 # The same numbers as the loop, from matrix products over chunks of time.

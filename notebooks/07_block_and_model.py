@@ -1,3 +1,11 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
 # %% [markdown] tags=["module:transformer"]
 # # A block, and a language model
 # The language model: embedding, a stack of Mamba-3-Lite blocks, and a tied output head.
