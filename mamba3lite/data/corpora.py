@@ -79,8 +79,10 @@ def source_files(source: str | Path) -> list[SourceFile]:
 
 
 def _stdlib_files(root: Path) -> list[SourceFile]:
-    paths, _ = _walk(root, left_out=lambda name: name in STDLIB_LEFT_OUT)
-    paths = [path for path in paths if path.suffix == ".py"]
+    paths: list[Path] = []
+    if root.is_dir():  # it is not when the library is a zip file
+        paths, _ = _walk(root, left_out=lambda name: name in STDLIB_LEFT_OUT)
+        paths = [path for path in paths if path.suffix == ".py"]
     n_bytes = sum(path.stat().st_size for path in paths)
     if n_bytes < STDLIB_LEAST_BYTES:
         raise DataError(

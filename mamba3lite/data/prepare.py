@@ -57,8 +57,9 @@ def prepare(
         tokenizer: "byte".
         out: the folder to write; made when missing.
         val_fraction: expected share of documents held out, above 0 and below 1.
-        progress: called as progress(stage, files done, files in all, tokens so far);
-            without it a bar is drawn on a terminal, and lines are printed elsewhere.
+        progress: called as progress(stage, files done, files in all, tokens so far),
+            where 0 files in all mean that `stage` is a message; without it a bar is
+            drawn on a terminal, and lines are printed elsewhere.
     Returns: the index, as it is in `out`/index.json.
     Raises: DataError, one line, for a source or folder that cannot be used;
         ValueError for an unknown tokenizer.
@@ -145,10 +146,11 @@ def _locked(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     folder = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"{out}: another preparation is writing here") from error
         yield
-    except BlockingIOError as error:
-        raise DataError(f"{out}: another preparation is writing here") from error
     finally:
         os.close(folder)
 
@@ -170,7 +172,7 @@ def _finished(
             for entry in index["splits"][split]["shards"]:
                 open_shard(out, entry, tokenizer.vocab_size)
     except DataError as error:
-        report(f"replacing: {error}", 0, survey.n_files, 0)
+        report(f"replacing what is there: {error}", 0, 0, 0)
         return None
     n_tokens = sum(index["splits"][split]["tokens"] for split in SPLITS)
     report("already prepared", survey.n_files, survey.n_files, n_tokens)
@@ -203,16 +205,19 @@ def _write(
     writers = {split: SplitWriter(out / split, tokenizer) for split in SPLITS}
     again = Survey(len(files), survey.val_fraction)
     n_tokens = 0
-    for number, file in enumerate(files):
-        for document in read_documents(file):
-            n_tokens += writers[again.add(document)].add(document)
-            report("writing", number, len(files), n_tokens)
-        report("writing", number + 1, len(files), n_tokens)
-    splits = {split: writer.finish() for split, writer in writers.items()}
-    if again.hash.digest() != survey.hash.digest():
+    try:
+        for number, file in enumerate(files):
+            for document in read_documents(file):
+                n_tokens += writers[again.add(document)].add(document)
+                report("writing", number, len(files), n_tokens)
+            report("writing", number + 1, len(files), n_tokens)
+        splits = {split: writer.finish() for split, writer in writers.items()}
+        if again.hash.digest() != survey.hash.digest():
+            raise DataError("source: its files changed while they were read; try again")
+        return save_index(out, _identity(survey, tokenizer) | {"splits": splits})
+    except BaseException:
         _clear(out)
-        raise DataError("source: its files changed while they were read; try again")
-    return save_index(out, _identity(survey, tokenizer) | {"splits": splits})
+        raise
 
 
 def _clear(out: Path) -> None:
@@ -286,21 +291,27 @@ def _reporting(progress: Report | None) -> Iterator[Report]:
     if progress is not None:
         yield progress
     elif console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        rates = TextColumn("files, {task.fields[rates]}")
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(16),
+            MofNCompleteColumn(),
+        )
+        rates = TextColumn("files{task.fields[rates]}")
         with Progress(*columns, rates, console=console) as bar:
-            yield ProgressReport(bar)
+            yield ProgressReport(console, bar)
     else:
-        yield ProgressReport()
+        yield ProgressReport(console)
 
 
 class ProgressReport:
     """Shows how far a preparation is, with files/s and tokens/s."""
 
-    def __init__(self, bar: Progress | None = None):
-        self.bar, self.stage = bar, ""
+    def __init__(self, console: Console, bar: Progress | None = None):
+        self.console, self.bar, self.stage = console, bar, ""
 
     def __call__(self, stage: str, files: int, n_files: int, tokens: int) -> None:
+        if not n_files:
+            return self.console.print(stage, highlight=False, soft_wrap=True)
         now = time.monotonic()
         if stage != self.stage:
             self.stage, self.begun, self.shown = stage, now, now
@@ -309,11 +320,17 @@ class ProgressReport:
         if files < n_files and now - self.shown < (0.1 if self.bar else 5):
             return
         self.shown = now
-        seconds = max(now - self.begun, 1e-3)
-        rates = f"{files / seconds:,.0f} files/s"
-        if tokens:
-            rates += f", {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
+        rates = self._rates(files, tokens, now - self.begun)
         if self.bar:
             self.bar.update(self.task, completed=files, rates=rates)
         else:
-            print(f"{stage}: {files:,}/{n_files:,} files, {rates}", flush=True)
+            line = f"{stage}: {files:,}/{n_files:,} files{rates}"
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def _rates(self, files: int, tokens: int, seconds: float) -> str:
+        text = f", {tokens:,} tokens" if tokens else ""
+        if seconds > 0:
+            text += f", {files / seconds:,.0f} files/s"
+        if tokens and seconds > 0:
+            text += f", {tokens / seconds:,.0f} tokens/s"
+        return text
