@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
+import griffe
 from latex2mathml.converter import convert
 from markdown import Markdown
 from markdown.extensions import Extension
@@ -399,6 +400,31 @@ def _output(
 def _text_output(text: str) -> str:
     text = ANSI.sub("", text)
     return _fence(text, " { .text .output }") if text.strip() else ""
+
+
+# ---------------------------------------------------------------- docstrings
+
+
+class InlineSections(griffe.Extension):
+    """Docstring sections written on their label's own line, `Raises: KeyError ...`.
+
+    Griffe reads `Raises:` with an indented block under it; this makes a paragraph of
+    the other form, so that neither runs into the lines before it.
+    """
+
+    pattern = re.compile(
+        r"^(Args|Attributes|Returns|Yields|Raises|Shapes|Source): (.+(?:\n[ \t]*\S.*)*?)"
+        r"(?=\n\s*\n|\n[A-Z]\w+:|\Z)",
+        re.MULTILINE,
+    )
+
+    def on_object(self, *, obj: griffe.Object, **_: object) -> None:
+        if obj.docstring:
+            obj.docstring.value = self.pattern.sub(self._paragraph, obj.docstring.value)
+
+    def _paragraph(self, match: re.Match[str]) -> str:
+        text = " ".join(line.strip() for line in match[2].split("\n"))
+        return f"\n**{match[1]}:** {text}\n"
 
 
 # ---------------------------------------------------------------- MkDocs events
