@@ -7,6 +7,10 @@ import torch
 from torch import Tensor, nn
 
 
+class OptionError(ValueError):
+    """A sampling option outside its range: one line."""
+
+
 @torch.inference_mode()
 def stream(
     model: nn.Module,
@@ -28,7 +32,7 @@ def stream(
     Args: prompt: token ids; an empty one starts from EOS, which opens a document.
     temperature: 0 takes the likeliest token. top_k: 0 keeps all. top_p: 1 keeps all.
     seed: of a generator used for this call alone. stop: polled before each token.
-    Raises: ValueError naming the option, what was got and what is allowed.
+    Raises: OptionError naming the option, what was got and what is allowed.
     """
     check_options(max_new_tokens, temperature, top_k, top_p, seed)
     device = next(model.parameters()).device
@@ -52,7 +56,7 @@ def stream(
 
 
 def generate(model: nn.Module, prompt: Sequence[int], **options) -> list[int]:
-    """The tokens that follow a prompt, as a list; the options are those of ``stream``."""
+    """The tokens that follow a prompt, as a list; options are those of ``stream``."""
     return list(stream(model, prompt, **options))
 
 
@@ -86,7 +90,7 @@ def check_options(
 ) -> None:
     """Refuse options outside their range.
 
-    Raises: ValueError naming the option, what was got and what is allowed.
+    Raises: OptionError naming the option, what was got and what is allowed.
     """
     checks = [
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
@@ -97,7 +101,7 @@ def check_options(
     ]
     for name, value, allowed, wanted in checks:
         if not allowed:
-            raise ValueError(f"{name}: got {value}, should be {wanted}")
+            raise OptionError(f"{name}: got {value}, should be {wanted}")
 
 
 class TextStream:

@@ -105,6 +105,12 @@ class RunConfig(BaseModel):
             )
         return self
 
+    def model_fields_of_run(self) -> dict[str, Any]:
+        """A copy of the model section, with what the training section changes in it."""
+        fields = dataclasses.asdict(self.model)
+        fields["grad_checkpoint"] |= self.training.grad_checkpoint
+        return fields
+
     @property
     def global_rows(self) -> int:
         """Rows of max_seq_len tokens in one optimizer step."""
@@ -259,7 +265,7 @@ def parse_yaml(text: str) -> Any:
     Raises: ConfigError with the line of a syntax error or of a key given twice.
     """
     try:
-        return yaml.load(text, Loader=_CoreLoader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_CoreLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,13 +71,10 @@ def keep_samples_until(path: Path, step: int) -> None:
     """Drop the samples after ``step`` from samples.txt."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        number = line.removeprefix("===== step ").partition(",")[0]
-        if number.isdigit() and line == sample_header(int(number)) and int(number) > step:
-            break
-        kept.append(line)
-    replace_text(path, "".join(kept))
+    text = path.read_text(encoding="utf-8")
+    headers = re.finditer(r"^===== step (\d{8}), seed 0", text, re.MULTILINE)
+    beyond = (header.start() for header in headers if int(header[1]) > step)
+    replace_text(path, text[: next(beyond, len(text))])
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -175,7 +173,7 @@ class Display:
     """A progress bar on a terminal; plain lines, one per log interval, elsewhere."""
 
     def __init__(self, total_steps: int, console: Console | None = None):
-        self.console = console or Console(highlight=False, markup=False, soft_wrap=True)
+        self.console = console or Console()
         self.total_steps = total_steps
         self.bar = Progress(
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
@@ -195,8 +193,11 @@ class Display:
         self.bar.stop()
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Print text that stays, above the bar if there is one."""
+        if self.console.is_terminal:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
 
     def step(self, row: dict[str, Any], eta_s: float) -> None:
         """Show one logged step."""

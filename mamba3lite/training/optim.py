@@ -1,4 +1,4 @@
-"""AdamW groups by name, the learning rate as a function of the step, the decay bound."""
+"""AdamW groups, the learning rate as a function of the step, the bound on decay."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What keeps a run safe: one trainer per folder, stopping in order, bad steps, resume."""
+"""What keeps a run safe: a lock, an orderly stop, bad steps, where to resume."""
 
 import fcntl
 import os
@@ -21,6 +21,10 @@ from mamba3lite.training.checkpoint import (
 
 class RunError(RuntimeError):
     """A run that cannot start or go on, for a reason one line can give."""
+
+
+class TrainingFailed(RunError):
+    """A run that was going and cannot go on; what it saved is intact."""
 
 
 class RunLock:
@@ -98,11 +102,11 @@ class BadStepGuard:
     def bad(self, step: int, reason: str) -> None:
         """A step was skipped.
 
-        Raises: RunError at the limit, with what was seen and what to try.
+        Raises: TrainingFailed at the limit, with what was seen and what to try.
         """
         self.consecutive += 1
         if self.consecutive >= self.limit:
-            raise RunError(
+            raise TrainingFailed(
                 f"step {step}: {reason}, {self.consecutive} times in a row on "
                 "different batches; parameters are those of the last good step. Try a "
                 "lower training.lr or a longer training.warmup_steps"

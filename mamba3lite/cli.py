@@ -1,0 +1,198 @@
+"""The command line. Heavy imports stay inside the commands, so help is instant."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import mamba3lite
+
+app = typer.Typer(
+    name="mamba3lite",
+    help="Train and use small state-space language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[
+    str, typer.Option("--config", help="A shipped name (tiny) or a YAML file.")
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting."),
+]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and leave."""
+    if wanted:
+        typer.echo(f"mamba3lite {mamba3lite.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Train and use small state-space language models."""
+
+
+@app.command()
+def train(
+    config: Config = "tiny",
+    overrides: Overrides = [],  # noqa: B006 (typer wants a list)
+    resume: Annotated[
+        str, typer.Option(help="auto, never, must, a step, or a checkpoint's path.")
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all, take one step, write nothing.")
+    ] = False,
+) -> None:
+    """Train a model; a run that was stopped continues."""
+    from mamba3lite.training.pretrain import run_training
+
+    code = run_training(config, overrides, resume=resume, dry_run=dry_run)
+    raise typer.Exit(code)
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        str, typer.Option(help="stdlib, or the path of text, JSONL, .gz or a folder.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    tokenizer: Annotated[str, typer.Option(help="byte.")] = "byte",
+    val_fraction: Annotated[
+        float, typer.Option(help="Share of the documents held out for validation.")
+    ] = 0.05,
+) -> None:
+    """Turn text into token shards for training."""
+    from mamba3lite.data.prepare import prepare as prepare_source
+
+    with one_line_errors("prepare", ValueError):
+        index = prepare_source(source, tokenizer, out, val_fraction=val_fraction)
+        for split, entry in index["splits"].items():
+            typer.echo(
+                f"{split}: {entry['documents']:,} documents, {entry['bytes']:,} bytes, "
+                f"{entry['tokens']:,} tokens"
+            )
+        typer.echo(f"prepared in {out}")
+
+
+@app.command()
+def info(config: Config = "tiny", overrides: Overrides = []) -> None:  # noqa: B006
+    """Show sizes: parameters, tokens, memory and disk, derived from shapes."""
+    from mamba3lite.training.config import ConfigError, load_config
+    from mamba3lite.training.estimate import describe
+
+    with one_line_errors("info", ConfigError):
+        typer.echo(describe(load_config(config, overrides)))
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, overlaid.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The PNG; default curves.png in the run, or here for several."
+        ),
+    ] = None,
+) -> None:
+    """Draw loss, validation, learning rate, gradient norm and speed as a PNG."""
+    from mamba3lite.training.metrics import MetricsError, plot_runs
+
+    with one_line_errors("plot", MetricsError):
+        where = out or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
+        plot_runs(runs, where)
+        typer.echo(f"{where}")
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[
+        Path, typer.Option(help="A checkpoint, a checkpoints folder or a run folder.")
+    ],
+    prompt: Annotated[str, typer.Option(help="Empty: starts a document.")] = "",
+    max_new_tokens: Annotated[int, typer.Option()] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 50,
+    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 0.95,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Continue a prompt with a trained model."""
+    from mamba3lite.generate import OptionError, TextStream, check_options, stream
+    from mamba3lite.training.checkpoint import CheckpointError
+
+    with one_line_errors("generate", OptionError, CheckpointError):
+        check_options(max_new_tokens, temperature, top_k, top_p, seed)
+        model, tokenizer = load_for_generation(checkpoint, to_stderr)
+        tokens = stream(
+            model,
+            tokenizer.encode(prompt).tolist(),
+            eos_id=tokenizer.eos_id,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+        text = TextStream()
+        typer.echo(prompt, nl=False)
+        for token in tokens:
+            typer.echo(text.feed(tokenizer.decode_bytes([token])), nl=False)
+        typer.echo(text.close())
+
+
+def load_for_generation(path: Path, log: Callable[[str], None]) -> tuple:
+    """Model and tokenizer of a checkpoint, on the GPU if there is one."""
+    import torch
+
+    from mamba3lite.data.tokenizers import load_tokenizer
+    from mamba3lite.models.transformer import Mamba3Transformer
+    from mamba3lite.training.checkpoint import find_checkpoint, load_model, read_state
+    from mamba3lite.training.pretrain import _enforce_triton_env_var
+
+    folder = find_checkpoint(path, log)
+    state = read_state(folder)
+    fields = dict(state["config"]["model"])
+    _enforce_triton_env_var(fields, log)
+    model = Mamba3Transformer(fields)
+    load_model(folder, model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), load_tokenizer(state["data"]["tokenizer"])
+
+
+def to_stderr(text: str) -> None:
+    """Print a note where it does not mix with the output."""
+    typer.echo(text, err=True)
+
+
+@contextmanager
+def one_line_errors(command: str, *mistakes: type[Exception]) -> Iterator[None]:
+    """Turn a user's mistake into one line on stderr and exit code 2.
+
+    Args: mistakes: what the command raises for wrong input; anything else is a fault
+    of the program and keeps its traceback.
+    """
+    try:
+        yield
+    except mistakes as error:
+        to_stderr(f"mamba3lite {command}: {error}")
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

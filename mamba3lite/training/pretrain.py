@@ -1,0 +1,776 @@
+"""The training loop: `train_step` is the step, `Pretrainer` is a run.
+
+A step is an optimizer step everywhere. The batch of a step, its learning rate and
+everything else that decides the result are functions of the step number and of what
+the checkpoint holds, so a run that was interrupted ends with the same bits as one that
+was not (on a CPU, at the same number of threads).
+"""
+
+import argparse
+import math
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import mamba3lite
+from mamba3lite.data import DataError
+from mamba3lite.data.prepare import prepare
+from mamba3lite.generate import stream
+from mamba3lite.models.transformer import Mamba3Transformer
+from mamba3lite.training.checkpoint import (
+    CheckpointError,
+    load_model,
+    load_optimizer,
+    read_state,
+    remove_temporary,
+    restore_rng,
+    rng_state,
+    rotate,
+    save_checkpoint,
+)
+from mamba3lite.training.config import (
+    ConfigError,
+    DataConfig,
+    RunConfig,
+    TrainingConfig,
+    dump_config,
+    load_config,
+)
+from mamba3lite.training.data import IGNORED_TARGET, PretrainDataset
+from mamba3lite.training.estimate import (
+    checkpoint_bytes,
+    flops_per_token,
+    memory_table,
+    peak_flops,
+)
+from mamba3lite.training.metrics import (
+    Display,
+    MetricsLog,
+    bits_per_byte,
+    clock,
+    keep_samples_until,
+    plot_runs,
+    read_metrics,
+    replace_text,
+    sample_header,
+    zlib_bits_per_byte,
+)
+from mamba3lite.training.optim import (
+    build_optimizer,
+    learning_rate,
+    project_decay_rates,
+    set_learning_rate,
+)
+from mamba3lite.training.recovery import (
+    BadStepGuard,
+    RunError,
+    RunLock,
+    StopSignals,
+    TrainingFailed,
+    choose_checkpoint,
+    require_space,
+    set_newer_aside,
+)
+
+__all__ = [
+    "PretrainDataset",
+    "Pretrainer",
+    "StepResult",
+    "TrainingConfig",
+    "count_parameters",
+    "evaluate",
+    "main",
+    "run_training",
+    "train_step",
+]
+
+SAMPLE_TOKENS = 200
+FINAL_SAMPLE_TOKENS = 400
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+# --------------------------------------------------------------------------------------
+# One step
+
+
+class StepResult(NamedTuple):
+    """Mean loss in nats per valid target, norm before clipping, why it was skipped."""
+
+    loss: float
+    grad_norm: float
+    problem: str | None
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    grad_clip: float = 1.0,
+    bf16: bool = False,
+    nan_guard: bool = True,
+) -> StepResult:
+    """One optimizer step over the micro-batches of a global batch.
+
+    The loss is normalized by the valid targets of the whole global batch, so cutting
+    it into micro-batches changes nothing. With ``nan_guard``, a loss or gradient norm
+    that is not finite leaves parameters and optimizer as they were.
+
+    Args: batches: (tokens, targets, doc_ids), each (rows, T) integers; targets are
+    already shifted, -100 is ignored. bf16: run the forward pass under autocast.
+    """
+    n_valid = sum(int((targets != IGNORED_TARGET).sum()) for _, targets, _ in batches)
+    loss = torch.zeros((), device=batches[0][0].device)
+    for tokens, targets, doc_ids in batches:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
+            loss_sum, _ = model(
+                tokens, targets=targets, doc_ids=doc_ids, reduction="sum"
+            )
+        mean = loss_sum / max(1, n_valid)
+        mean.backward()
+        loss += mean.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    result = StepResult(loss.item(), norm.item(), None)
+    problem = find_problem(result, n_valid)
+    if problem is None or (n_valid and not nan_guard):
+        optimizer.step()
+        project_decay_rates(model)
+        problem = None
+    optimizer.zero_grad(set_to_none=True)
+    return result._replace(problem=problem)
+
+
+def find_problem(result: StepResult, n_valid: int) -> str | None:
+    """Why a step must not be applied, or None."""
+    if n_valid == 0:
+        return "no valid target in the batch"
+    if not math.isfinite(result.loss):
+        return f"loss is {result.loss}"
+    if not math.isfinite(result.grad_norm):
+        return f"gradient norm is {result.grad_norm}"
+    return None
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    data: PretrainDataset,
+    *,
+    batch_rows: int,
+    windows: Sequence[int] | None = None,
+    bf16: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[float, int] | None:
+    """Summed loss in nats and number of targets over a validation split.
+
+    Every window starts from a zero state, and the state resets at documents.
+
+    Args: windows: some of the windows; all of them when None.
+    Returns: (loss_sum, n_targets), or None when ``stop`` asked to give up.
+    """
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    loss_sum, n_targets = 0.0, 0
+    try:
+        for batch in data.eval_batches(batch_rows, windows):
+            if stop():
+                return None
+            tokens, targets, doc_ids = (part.to(device) for part in batch)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                part, n = model(
+                    tokens, targets=targets, doc_ids=doc_ids, reduction="sum"
+                )
+            loss_sum += float(part)
+            n_targets += int(n)
+    finally:
+        model.train(training)
+    return loss_sum, n_targets
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of parameters: tied tensors once, a complex number counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _enforce_triton_env_var(
+    model_config: dict[str, Any], log: Callable[[str], None]
+) -> None:
+    """Take the PyTorch path unless ENABLE_TRITON_KERNELS is exactly "1".
+
+    Args: model_config: the trainer's own copy, edited in place. log: gets one line
+    when the dispatch is changed.
+    """
+    dispatch = model_config.get("ssd_dispatch", "pytorch")
+    if dispatch == "pytorch" or os.environ.get("ENABLE_TRITON_KERNELS") == "1":
+        return
+    log(
+        f"[warn] ssd_dispatch={dispatch!r} requires ENABLE_TRITON_KERNELS=1; forcing "
+        "ssd_dispatch='pytorch' for this run."
+    )
+    model_config["ssd_dispatch"] = "pytorch"
+
+
+# --------------------------------------------------------------------------------------
+# A run
+
+
+class Pretrainer:
+    """One run: build, resume, tidy, loop, finish.
+
+    Args: config: checked, with ``training.save_dir`` filled in. data_folder: made by
+    ``prepare``. display: where the lines go.
+    Raises: DataError, RunError or ConfigError when data and model do not fit.
+    """
+
+    def __init__(self, config: RunConfig, data_folder: Path, display: Display):
+        self.config, self.display = config, display
+        self.data_folder = data_folder
+        self.run_dir = Path(config.training.save_dir)
+        self.metrics = MetricsLog(self.run_dir / "metrics.jsonl")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        precision = config.training.precision
+        on_gpu = self.device.type == "cuda"
+        self.bf16 = precision == "bf16" or (precision == "auto" and on_gpu)
+        self._open_data()
+        self._build_model()
+        self.step = self.skipped = 0
+        self.saved_step: int | None = None
+        self.guard = BadStepGuard(config.training.nan_guard_max_consecutive)
+        self.stop = StopSignals()
+        self.started, self.earlier_s = time.perf_counter(), 0.0
+        self.meter_tokens, self.meter_s = 0, 0.0
+
+    def _open_data(self) -> None:
+        model, training = self.config.model, self.config.training
+        folder, length, seed = self.data_folder, model.max_seq_len, training.seed
+        self.train_data = PretrainDataset(folder, length, seed, "train")
+        self.val_data = PretrainDataset(folder, length, seed, "val")
+        vocab = self.train_data.vocab_size
+        if model.vocab_size != vocab:
+            raise ConfigError(
+                f"model.vocab_size: got {model.vocab_size}, should be {vocab}, the "
+                f"vocabulary of {folder}"
+            )
+
+    def _build_model(self) -> None:
+        training = self.config.training
+        if self.device.type == "cuda":
+            precision = "high" if training.tf32 else "highest"
+            torch.set_float32_matmul_precision(precision)
+        fields = self.config.model_fields_of_run()
+        _enforce_triton_env_var(fields, self.display.line)
+        torch.manual_seed(training.seed)
+        self.model = Mamba3Transformer(fields).to(self.device)
+        self.optimizer = build_optimizer(self.model, training)
+        # Checkpoints, evaluation and samples use the raw model.
+        self.step_model = self.model
+        if training.compile:
+            self.step_model = torch.compile(self.model, mode=training.compile_mode)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.config.total_steps
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds spent in this run, those before a resume included."""
+        return self.earlier_s + time.perf_counter() - self.started
+
+    def run(self, resume: str = "auto") -> bool:
+        """Train to the end, or until a signal asks to stop.
+
+        Args: resume: ``auto``, ``never``, ``must``, a step, or a checkpoint's path.
+        Returns: True when the run is finished, False when it was stopped and saved.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with RunLock(self.run_dir), self.stop, self.display:
+            checkpoint = choose_checkpoint(self.run_dir, resume, self.display.line)
+            if checkpoint is not None:
+                self.restore(checkpoint)
+            if self.is_finished():
+                self.display.line(f"{self.run_dir}: this run is already finished")
+                return True
+            self.tidy(checkpoint)
+            self.loop()
+            return self.step >= self.total_steps and self.finish()
+
+    def loop(self) -> None:
+        """Step after step until the budget is used or a signal came; then save."""
+        training = self.config.training
+        while self.step < self.total_steps and not self.stop.requested:
+            result = self.next_step()
+            if result.problem is not None:
+                self.skip(result)
+                continue
+            last = self.step == self.total_steps
+            if last or self.step % training.log_interval == 0:
+                self.log_step(result)
+            if not last and self.step % training.eval_interval == 0:
+                self.log_evaluation()
+            if not last and self.step % training.sample_interval == 0:
+                self.write_sample(SAMPLE_TOKENS)
+            if self.step % training.save_interval == 0:
+                self.save()
+        self.save()
+
+    def next_step(self) -> StepResult:
+        """Read the next global batch and take one step on it."""
+        begin = time.perf_counter()
+        training = self.config.training
+        lr = learning_rate(self.step + 1, self.total_steps, training)
+        set_learning_rate(self.optimizer, lr)
+        result = train_step(
+            self.step_model,
+            self.optimizer,
+            self.batches(self.step + self.skipped),
+            grad_clip=training.grad_clip,
+            bf16=self.bf16,
+            nan_guard=training.nan_guard,
+        )
+        if result.problem is None:
+            self.step += 1
+            self.guard.good()
+        self.meter_tokens += self.config.tokens_per_step
+        self.meter_s += time.perf_counter() - begin
+        return result
+
+    def batches(self, position: int) -> list[Batch]:
+        """The micro-batches of the global batch at a position of the sampler."""
+        rows, micro = self.config.global_rows, self.config.training.micro_batch_size
+        batches = []
+        for start in range(0, rows, micro):
+            part = range(start, start + micro)
+            tokens, targets, doc_ids, _ = self.train_data.batch(position, part, rows)
+            batch = (tokens, targets, doc_ids)
+            batches.append(tuple(x.to(self.device, non_blocking=True) for x in batch))
+        return batches
+
+    # ----------------------------------------------------------------------------------
+    # Start and resume
+
+    def restore(self, checkpoint: Path) -> None:
+        """Load everything that decides the rest of the run."""
+        state = read_state(checkpoint)
+        fingerprint = self.train_data.fingerprint
+        if state["data"]["fingerprint"] != fingerprint:
+            raise CheckpointError(
+                f"{checkpoint}: trained on data {state['data']['fingerprint'][:12]} "
+                f"({state['data']['folder']}), but {self.data_folder} is "
+                f"{fingerprint[:12]}; point data.train_data_path at the former, or "
+                "start a new training.save_dir"
+            )
+        for change in config_changes(state["config"], self.config):
+            self.display.line(f"changed since the checkpoint: {change}")
+        torch.set_num_threads(state["threads"])
+        load_model(checkpoint, self.model)
+        load_optimizer(checkpoint, self.model, self.optimizer)
+        restore_rng(state["rng"])
+        self.step, self.skipped = state["step"], state["skipped"]
+        self.guard.consecutive = state["consecutive_bad"]
+        self.earlier_s = state["elapsed_s"]
+        self.started = time.perf_counter()
+        inside = checkpoint.resolve().is_relative_to(self.run_dir.resolve())
+        self.saved_step = self.step if inside else None
+        self.display.line(f"Continuing from {checkpoint}")
+
+    def tidy(self, checkpoint: Path | None) -> None:
+        """Bring the run folder to the step that training starts from.
+
+        What lies beyond it will be written again, so no step appears twice.
+        """
+        root = self.run_dir / "checkpoints"
+        root.mkdir(exist_ok=True)
+        remove_temporary(root)
+        if checkpoint is not None and checkpoint.resolve().parent == root.resolve():
+            set_newer_aside(root, checkpoint, self.display.line)
+        self.metrics.keep_until(self.step)
+        # The last step's sample belongs to the end of the run, which is to come.
+        kept = min(self.step, self.total_steps - 1)
+        keep_samples_until(self.run_dir / "samples.txt", kept)
+        wanted = (self.config.training.keep_last + 1) * checkpoint_bytes(self.model)
+        have = sum(f.stat().st_size for f in root.rglob("*") if f.is_file())
+        require_space(root, wanted - have)
+        replace_text(self.run_dir / "config.yaml", dump_config(self.config))
+
+    def save(self) -> None:
+        """Write and verify a checkpoint of this step, then delete the oldest ones."""
+        if self.saved_step == self.step:
+            return
+        root = self.run_dir / "checkpoints"
+        state = self.state()
+        path = save_checkpoint(root, self.model, self.optimizer, state)
+        rotate(root, self.config.training.keep_last)
+        self.saved_step = self.step
+        self.display.line(f"saved {path}")
+
+    def state(self) -> dict[str, Any]:
+        """What state.json holds."""
+        return {
+            "step": self.step,
+            "skipped": self.skipped,
+            "position": self.step + self.skipped,
+            "consecutive_bad": self.guard.consecutive,
+            "elapsed_s": self.elapsed_s,
+            "rng": rng_state(),
+            "config": self.config.model_dump(mode="json"),
+            "data": {
+                "folder": str(self.data_folder),
+                "fingerprint": self.train_data.fingerprint,
+                "tokenizer": self.train_data.tokenizer.name,
+            },
+            "versions": {
+                "mamba3lite": mamba3lite.__version__,
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
+            "threads": torch.get_num_threads(),
+            "world_size": 1,
+        }
+
+    # ----------------------------------------------------------------------------------
+    # Reports
+
+    def skip(self, result: StepResult) -> None:
+        """Record a bad step, move past its batch, and give up after too many."""
+        self.skipped += 1
+        number = self.step + 1
+        row = {"step": self.step, "skipped": self.skipped, "problem": result.problem}
+        self.metrics.append(row)
+        self.display.line(f"[warn] step {number} not applied: {result.problem}")
+        try:
+            self.guard.bad(number, result.problem)
+        except TrainingFailed:
+            self.save()
+            raise
+
+    def log_step(self, result: StepResult) -> None:
+        """Write a training line, and show it."""
+        speed = self.meter_tokens / self.meter_s
+        peak = peak_flops(self.device)
+        remaining = (self.total_steps - self.step) * self.config.tokens_per_step
+        row = {
+            "step": self.step,
+            "tokens": self.step * self.config.tokens_per_step,
+            "loss": result.loss,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": result.grad_norm,
+            "tokens_per_s": speed,
+            "mfu": speed * flops_per_token(self.model) / peak if peak else None,
+            "time": self.elapsed_s,
+        }
+        self.metrics.append(row)
+        self.display.step(row, remaining / speed)
+        self.meter_tokens, self.meter_s = 0, 0.0
+
+    def log_evaluation(self) -> None:
+        """Evaluate on the fixed subset: windows spread evenly over the split."""
+        n = self.val_data.n_eval_windows
+        count = min(self.config.training.eval_windows, n)
+        windows = [i * n // count for i in range(count)]
+        row = self.evaluation(windows)
+        if row is not None:
+            self.metrics.append(row | {"val_windows": f"{count} evenly spaced"})
+            self.display.line(
+                f"step {self.step}: validation {row['val_bpb']:.4f} bits per byte on "
+                f"{count} of {n} windows"
+            )
+            self.draw()
+
+    def evaluation(self, windows: Sequence[int] | None) -> dict[str, Any] | None:
+        """Loss and bits per byte of some or all windows; None when asked to stop.
+
+        Bits per byte count every target, EOS included, against the bytes of text; of a
+        subset, against its share of them.
+        """
+        totals = evaluate(
+            self.model,
+            self.val_data,
+            batch_rows=self.config.training.micro_batch_size,
+            windows=windows,
+            bf16=self.bf16,
+            stop=lambda: self.stop.requested,
+        )
+        if totals is None:
+            return None
+        loss_sum, n_targets = totals
+        share = n_targets / (self.val_data.n_tokens - 1)
+        bpb = bits_per_byte(loss_sum, share * self.val_data.n_bytes)
+        loss = loss_sum / n_targets
+        return {"step": self.step, "val_loss": loss, "val_bpb": bpb}
+
+    def sample(self, n_tokens: int) -> str | None:
+        """Text from the empty prompt with seed 0; None when asked to stop."""
+        tokens = stream(
+            self.model,
+            [],
+            eos_id=self.train_data.eos_id,
+            max_new_tokens=n_tokens,
+            stop=lambda: self.stop.requested,
+        )
+        text = self.train_data.tokenizer.decode(list(tokens))
+        return None if self.stop.requested else text
+
+    def write_sample(self, n_tokens: int) -> str | None:
+        """Append a sample to samples.txt; None when asked to stop."""
+        text = self.sample(n_tokens)
+        if text is not None:
+            with (self.run_dir / "samples.txt").open("a", encoding="utf-8") as file:
+                file.write(f"{sample_header(self.step)}{text}\n")
+        return text
+
+    def draw(self) -> None:
+        """Refresh curves.png."""
+        plot_runs([self.run_dir], self.run_dir / "curves.png")
+
+    # ----------------------------------------------------------------------------------
+    # The end
+
+    def is_finished(self) -> bool:
+        """True when the budget is used and the final evaluation is on record."""
+        if self.step < self.total_steps or not self.metrics.path.exists():
+            return False
+        rows = read_metrics(self.metrics.path)
+        ends = (row["step"] for row in rows if row.get("val_windows") == "all")
+        return self.step in ends
+
+    def finish(self) -> bool:
+        """Final evaluation, curves and sample; False when asked to stop before."""
+        self.display.line("Evaluating on the whole validation split ...")
+        row = self.evaluation(None)
+        if row is None:
+            return False
+        row["zlib_bpb"] = zlib_bits_per_byte(self.val_data.text_bytes())
+        row["time"] = self.elapsed_s
+        text = self.write_sample(FINAL_SAMPLE_TOKENS)
+        if text is None:
+            return False
+        self.metrics.append(row | {"val_windows": "all"})
+        self.draw()
+        return True
+
+
+def config_changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
+    """Settings that differ from a checkpoint's, as 'training.lr: 0.001 -> 0.002'."""
+    changes = []
+    for section, values in config.model_dump(mode="json").items():
+        before = stored.get(section, {})
+        changes += [
+            f"{section}.{key}: {before.get(key)} -> {value}"
+            for key, value in values.items()
+            if before.get(key) != value
+        ]
+    return changes
+
+
+# --------------------------------------------------------------------------------------
+# The two doors: `mamba3lite train` and `python -m mamba3lite.training.pretrain`
+
+
+def run_training(
+    config_name: str,
+    overrides: Sequence[str] = (),
+    *,
+    resume: str = "auto",
+    dry_run: bool = False,
+    program: str = "mamba3lite train",
+) -> int:
+    """Train as the command line asks; mistakes become one line on stderr.
+
+    Returns: the exit code: 0 finished or stopped and saved, 1 failed while training,
+    2 could not start.
+    """
+    try:
+        config = load_config(config_name, overrides)
+        display = Display(config.total_steps)
+        print_config(config, display.line)
+        (rehearse if dry_run else train)(config, resume, display)
+        return 0
+    except TrainingFailed as error:
+        code, reason = 1, str(error)
+    except (ConfigError, DataError, CheckpointError, RunError) as error:
+        code, reason = 2, str(error)
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0]
+        code, reason = 1, f"{first} {WHEN_MEMORY_IS_SHORT}"
+    except OSError as error:
+        code, reason = 1, f"{error.filename or 'disk'}: {error.strerror or error}"
+    print(f"{program}: {reason}", file=sys.stderr)
+    return code
+
+
+WHEN_MEMORY_IS_SHORT = (
+    "Lower training.micro_batch_size (and raise training.gradient_accumulation_steps "
+    "as much), set training.grad_checkpoint=true, or shorten model.max_seq_len; "
+    "`mamba3lite info` shows where the bytes go."
+)
+
+
+def train(config: RunConfig, resume: str, display: Display) -> None:
+    """Prepare the data, run to the end or to a signal, say where the results are."""
+    folder = data_folder(config.data)
+    prepare_data(config.data, folder, display.line)
+    run = Pretrainer(config, folder, display)
+    parameters = count_parameters(run.model)
+    display.line(
+        f"{parameters:,} parameters, {run.total_steps:,} steps of "
+        f"{config.tokens_per_step:,} tokens, {run.device}, "
+        f"{'bf16 autocast' if run.bf16 else 'float32'}, run folder {run.run_dir}"
+    )
+    if run.run(resume):
+        report(run)
+    else:
+        display.line(
+            f"Stopped at step {run.step:,} of {run.total_steps:,} and saved in "
+            f"{run.run_dir}; the same command continues."
+        )
+
+
+def rehearse(config: RunConfig, resume: str, display: Display) -> None:
+    """The dry run: everything is checked, one step is taken, nothing is written."""
+    with ExitStack() as stack:
+        folder = data_folder(config.data)
+        if config.data.train_data_path is None and not (folder / "index.json").exists():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        prepare_data(config.data, folder, display.line)
+        run = Pretrainer(config, folder, display)
+        checkpoint = choose_checkpoint(run.run_dir, resume, display.line)
+        if checkpoint is not None:
+            run.restore(checkpoint)
+        training = config.training
+        table = memory_table(
+            run.model.cfg, run.model, training.micro_batch_size, run.bf16
+        )
+        for name, size in table.items():
+            display.line(f"{name:>26}  {size / 1e9:8.3f} GB (derived)")
+        result = run.next_step()
+        display.line(
+            f"one step: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}, "
+            f"{run.meter_s:.2f} s, peak memory {peak_memory(run.device) / 1e9:.2f} GB "
+            "(measured)"
+        )
+        if result.problem is not None:
+            raise TrainingFailed(f"dry run: {result.problem}")
+        display.line(f"Dry run: nothing was written to {run.run_dir}")
+
+
+def data_folder(data: DataConfig) -> Path:
+    """The prepared folder: as given, or data/NAME-TOKENIZER for a source."""
+    if data.train_data_path is not None:
+        return Path(data.train_data_path)
+    name = Path(data.source or DEFAULT_SOURCE).resolve().name.split(".")[0]
+    return Path("data") / f"{name}-{data.tokenizer}"
+
+
+DEFAULT_SOURCE = "stdlib"
+DEFAULT_VAL_FRACTION = 0.05
+
+
+def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> None:
+    """Make sure that the folder is prepared.
+
+    Raises: DataError when it is missing, or when this version cannot prepare it.
+    """
+    if data.train_data_path is not None:
+        if not folder.is_dir():
+            raise DataError(
+                f"data.train_data_path: {folder} does not exist; `mamba3lite prepare "
+                f"--out {folder}` makes such a folder"
+            )
+        return
+    source = data.source or DEFAULT_SOURCE
+    if data.tokenizer != "byte":
+        raise DataError(
+            f"data.tokenizer: this version prepares byte only; set "
+            f"data.train_data_path to a folder prepared with {data.tokenizer}"
+        )
+    fraction = data.val_fraction or DEFAULT_VAL_FRACTION
+    log(f"Preparing {source} with the {data.tokenizer} tokenizer in {folder}")
+    index = prepare(source, data.tokenizer, folder, val_fraction=fraction)
+    for split, entry in index["splits"].items():
+        log(
+            f"{split}: {entry['documents']:,} documents, {entry['bytes']:,} bytes, "
+            f"{entry['tokens']:,} tokens"
+        )
+
+
+def print_config(config: RunConfig, log: Callable[[str], None]) -> None:
+    """The resolved configuration, one line a section."""
+    for section, values in config.model_dump(mode="json", exclude_none=True).items():
+        log(f"{section}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+
+
+def report(run: Pretrainer) -> None:
+    """Where the results of a finished run are, and how good they are."""
+    rows = read_metrics(run.metrics.path)
+    final = next(row for row in reversed(rows) if row.get("val_windows") == "all")
+    samples = run.run_dir / "samples.txt"
+    sample = samples.read_text(encoding="utf-8").split(sample_header(final["step"]))[-1]
+    print(
+        f"\nSample of seed 0, from the empty prompt:\n{sample}\n"
+        f"run folder   {run.run_dir}\n"
+        f"validation   {final['val_bpb']:.4f} bits per byte over all of it "
+        f"(zlib -9: {final['zlib_bpb']:.4f} on the same text)\n"
+        f"trained on   {run.step * run.config.tokens_per_step:,} tokens\n"
+        f"curves       {run.run_dir / 'curves.png'}\n"
+        f"samples      {samples}\n"
+        f"checkpoints  {run.run_dir / 'checkpoints'}\n"
+        f"time         {clock(final['time'])}\n"
+        f"peak memory  {peak_memory(run.device) / 1e9:.2f} GB in this process"
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: of the GPU's allocator, or of this process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The plain-script door; the same code as ``mamba3lite train``."""
+    program = "python -m mamba3lite.training.pretrain"
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.split("\n")[0])
+    parser.add_argument("--config", default="tiny", help="shipped name or YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--data-path", help="a prepared folder")
+    parser.add_argument("--checkpoint-dir", help="the run folder")
+    parser.add_argument("--resume", default="auto", help="auto|never|must|PATH|STEP")
+    parser.add_argument("--no-grad-checkpoint", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args(arguments)
+    overrides = list(options.set)
+    if options.data_path is not None:
+        overrides.append(f"data.train_data_path={options.data_path}")
+    if options.checkpoint_dir is not None:
+        overrides.append(f"training.save_dir={options.checkpoint_dir}")
+    if options.no_grad_checkpoint:
+        overrides.append("training.grad_checkpoint=false")
+        overrides.append("model.grad_checkpoint=false")
+    if options.no_compile:
+        overrides.append("training.compile=false")
+    return run_training(
+        options.config,
+        overrides,
+        resume=options.resume,
+        dry_run=options.dry_run,
+        program=program,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
