@@ -43,7 +43,8 @@ def discretise_zoh(
     at_zero = A == 0
     # expm1 keeps the digits that exp(z) - 1 cancels for a small step.
     bbar_factor = torch.expm1(z) / torch.where(at_zero, 1, A)
-    return z.exp(), torch.where(at_zero, delta.to(z.dtype), bbar_factor)
+    # At A = 0 this is delta; the term in z is there for its slope, delta^2 / 2.
+    return z.exp(), torch.where(at_zero, delta * (1 + z / 2), bbar_factor)
 
 
 def discretise_euler(
