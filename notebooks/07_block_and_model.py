@@ -379,10 +379,10 @@ class Mamba3Transformer(nn.Module):
             logits (B, T, V) float32; a scalar loss; `(loss_sum, n_valid)`; or
             `(logits, states)` with states a list of (B, H, D, N) complex64.
 
-        Raises: ValueError for an unknown reduction, ids out of range (on a CPU, in
-            eager mode), or targets together with return_states.
+        Raises: ValueError for an unknown reduction, shapes that differ, ids out of
+            range (on a CPU, in eager mode), or targets together with return_states.
         """
-        self._check_call(tokens, targets, reduction, return_states)
+        self._check_call(tokens, targets, doc_ids, reduction, return_states)
         hidden, states = self._hidden(tokens, doc_ids, states)
         if targets is None:
             logits = self.lm_head(hidden).float()
@@ -406,11 +406,17 @@ class Mamba3Transformer(nn.Module):
             final_states.append(state)
         return self.norm_f(u), final_states
 
-    def _check_call(self, tokens, targets, reduction, return_states) -> None:
+    def _check_call(self, tokens, targets, doc_ids, reduction, return_states) -> None:
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}; wanted 'mean' or 'sum'")
         if targets is not None and return_states:
             raise ValueError("return_states goes with logits; leave targets out")
+        for name, ids in {"targets": targets, "doc_ids": doc_ids}.items():
+            if ids is not None and ids.shape != tokens.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(ids.shape)}; wanted {tuple(tokens.shape)}"
+                    ", one for every token"
+                )
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
             return  # reading the values would wait for the device
         self._check_ids("tokens", tokens)
