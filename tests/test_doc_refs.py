@@ -48,7 +48,8 @@ def all_pages(root: Path = ROOT) -> Pages:
 
 
 FENCE = re.compile(
-    r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<info>.*)\n(?P<body>.*?)^[ ]*(?P=ticks)[ ]*$",
+    r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<info>[^\n]*)\n"
+    r"(?P<body>.*?)^[ ]*(?P=ticks)[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -197,6 +198,7 @@ def test_a_symbol_left_out_of_the_references_is_named(tree):
 
 # ---------------------------------------------------------------- links
 
+
 def _extensions() -> list[str]:
     """The names of the Markdown extensions that the site is built with."""
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -231,7 +233,7 @@ def link_faults(pages: Pages, root: Path) -> list[str]:
 
 
 def _site_files(root: Path) -> set[str]:
-    """Files that are no pages: assets, notebooks and their figures, the repository's."""
+    """Files that are no pages: assets, notebooks with figures, top-level files."""
     docs = root / "docs"
     found = {p.relative_to(docs).as_posix() for p in docs.rglob("*") if p.is_file()}
     found |= {f"../{p.name}" for p in root.iterdir() if p.is_file()}
@@ -365,14 +367,25 @@ def _command_fault(words: list[str], make_targets: set[str], root: Path) -> str 
     if first == "mamba3lite":
         return _cli_fault(words[1:])
     if words[:2] == ["python", "-m"] and words[2].startswith("mamba3lite"):
-        path = root / (words[2].replace(".", "/") + ".py")
-        return None if path.exists() else f"no module {words[2]}"
+        return _module_fault(words[2], words[3:])
     if first not in TOOLS:
         return f"unknown command {first}"
     missing = [
         w for w in words if w.startswith("notebooks/") and not (root / w).exists()
     ]
     return f"{missing[0]} does not exist" if missing else None
+
+
+def _module_fault(name: str, words: list[str]) -> str | None:
+    if importlib.util.find_spec(name) is None:
+        return f"no module {name}"
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        importlib.import_module(name).main(["--help"])
+    for word in words:
+        if word.startswith("--") and word not in shown.getvalue().split():
+            return f"no option {word}"
+    return None
 
 
 def _cli_fault(words: list[str]) -> str | None:
@@ -400,6 +413,8 @@ def test_commands_options_and_targets_exist():
         ("```console\n$ mamba3lite trian\nno output\n```", "no command trian"),
         ("```console\n.venv/bin/mamba3lite train \\\n  --cnofig x\n```", "no option"),
         ("```console\npython -m mamba3lite.gone\n```", "no module"),
+        ("```console\npython -m mamba3lite.training.pretrain --gone\n```", "no option"),
+        ("```console\npython -m mamba3lite.training.pretrain --set\n```", None),
         ("```console\nfrobnicate x\n```", "unknown command"),
         ("```console\njupyter lab notebooks/99_gone.ipynb\n```", "does not exist"),
     ],
@@ -437,7 +452,7 @@ def test_a_measured_statement_without_its_file_is_named(tree):
     (tree / "docs/benchmarks").mkdir()
     (tree / "docs/benchmarks/scan.json").write_text("{}")
     pages = {
-        "a.md": "*measured*: fast, see [file](benchmarks/scan.json).\n\n*Measured*: slow",
+        "a.md": "*measured*: fast, [file](benchmarks/scan.json)\n\n*Measured*: slow",
         "b.md": "*measured*, `docs/benchmarks/gone.json`\n\n*derived*: 433,662,400",
     }
     assert measured_faults(pages, tree) == [

@@ -154,6 +154,7 @@ def test_what_cannot_become_a_page_is_refused_by_name(tmp_path, cells, complaint
         (r"\ln 2", ["<mi>ln</mi><mspace"]),
         (r"\left| \frac{1+z/2}{1-z/2} \right|", ["<mfrac>", "|"]),
         (r"\mathbb{C}^{N \times D}", ["ℂ", "×"]),
+        (r"A = -1", ['form="prefix"']),
         (r"\lVert x \rVert", ['stretchy="false"', "‖"]),
     ],
 )

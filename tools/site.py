@@ -14,6 +14,7 @@ import logging
 import re
 import unicodedata
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -82,11 +83,15 @@ def _set_operators(root: ElementTree.Element) -> None:
     for element in root.iter("mo"):
         if element.text == "/":
             element.attrib |= {"lspace": "0.1em", "rspace": "0.1em"}
-        elif element.text == "‖" and "form" not in element.attrib:
+        elif element.text in {"|", "‖"} and "form" not in element.attrib:
             element.attrib |= {"stretchy": "false", "lspace": "0", "rspace": "0"}
         if len(element.text or "") > 1 and element.text.isalpha():
             element.tag = "mi"  # \operatorname
     for parent in list(root.iter("mrow")) + list(root.iter("mtd")):
+        for before, sign in pairwise(parent):
+            opens = before.tag == "mo" and before.text not in {")", "]", "|", "⊤"}
+            if opens and sign.tag == "mo" and sign.text in {"−", "+", "±"}:
+                sign.set("form", "prefix")  # as in x = -1, which is no difference
         for index in reversed(range(len(parent) - 1)):
             name, after = parent[index], parent[index + 1]
             while name.tag in {"msub", "msup", "msubsup", "munder"}:
@@ -115,14 +120,14 @@ class _DisplayMath(Preprocessor):
 
 
 class _InlineMath(InlineProcessor):
-    """`$...$`, with no space just inside and no digit just after."""
+    """`$...$`, no space just inside, no digit just after, with its punctuation."""
 
     def handleMatch(self, m: re.Match[str], data: str):
-        box = f'<span class="math">{mathml(m[1])}</span>'
+        box = f'<span class="math">{mathml(m[1])}{m[2]}</span>'
         return self.md.htmlStash.store(box), m.start(0), m.end(0)
 
 
-INLINE_MATH = r"(?<![\\$])\$(?![\s$])([^$]+)(?<![\s\\])\$(?!\d)"
+INLINE_MATH = r"(?<![\\$])\$(?![\s$])([^$]+)(?<![\s\\])\$(?!\d)([.,;:)]*)"
 
 
 # ---------------------------------------------------------------- code anchors
@@ -413,8 +418,8 @@ class InlineSections(griffe.Extension):
     """
 
     pattern = re.compile(
-        r"^(Args|Attributes|Returns|Yields|Raises|Shapes|Source): (.+(?:\n[ \t]*\S.*)*?)"
-        r"(?=\n\s*\n|\n[A-Z]\w+:|\Z)",
+        r"^(Args|Attributes|Returns|Yields|Raises|Shapes|Source): "
+        r"(.+(?:\n[ \t]*\S.*)*?)(?=\n\s*\n|\n[A-Z]\w+:|\Z)",
         re.MULTILINE,
     )
 
