@@ -81,7 +81,9 @@ def _set_operators(root: ElementTree.Element) -> None:
         elif len(text) == 1 and "Α" <= text <= "Ω":
             element.set("mathvariant", "normal")  # as in LaTeX: capitals stand upright
     for element in root.iter("mo"):
-        if element.text == "/":
+        if element.text == "∞":
+            element.tag = "mi"
+        elif element.text == "/":
             element.attrib |= {"lspace": "0.1em", "rspace": "0.1em"}
         elif element.text in {"|", "‖"} and "form" not in element.attrib:
             element.attrib |= {"stretchy": "false", "lspace": "0", "rspace": "0"}
