@@ -375,6 +375,8 @@ def _apply_override(raw: dict, override: str, earlier: list[str]) -> str:
             f"--set: got {override!r}, should be section.key=value, such as "
             f"training.lr=1e-3{hint}"
         )
+    if section not in SECTIONS:
+        raise ConfigError(f"--set: {_unknown_key(section)}")
     values = raw.setdefault(section, {})
     if not isinstance(values, dict):
         raise ConfigError(f"--set: {dotted}: the file's {section} is not a mapping")

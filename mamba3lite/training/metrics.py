@@ -33,9 +33,13 @@ class MetricsLog:
         self.path = path
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one line; floats that are not finite are refused."""
+        """Write one line; a float that is not finite becomes null, as JSON has none."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
 
     def keep_until(self, step: int) -> None:
         """Drop a torn last line and every line after ``step``: they will come again."""
@@ -148,7 +152,10 @@ def _draw_panel(axis, key: str, label: str, runs: dict[str, list[dict]]) -> None
             _draw_zlib(axis, rows, color)
     axis.set_xlabel("optimizer step")
     axis.set_ylabel(label)
-    axis.set_ylim(bottom=0 if key in ("lr", "tokens_per_s") else None)
+    if key == "grad_norm":
+        axis.set_yscale("log")
+    elif key in ("lr", "tokens_per_s"):
+        axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
 
 

@@ -26,10 +26,12 @@ from torch import Tensor, nn
 import mamba3lite
 from mamba3lite.data import DataError
 from mamba3lite.data.prepare import prepare
+from mamba3lite.data.shards import load_index
 from mamba3lite.generate import stream
 from mamba3lite.models.transformer import Mamba3Transformer
 from mamba3lite.training.checkpoint import (
     CheckpointError,
+    list_checkpoints,
     load_model,
     load_optimizer,
     read_state,
@@ -461,7 +463,7 @@ class Pretrainer:
         """Write a training line, and show it."""
         speed = self.meter_tokens / self.meter_s
         peak = peak_flops(self.device)
-        remaining = (self.total_steps - self.step) * self.config.tokens_per_step
+        left = (self.total_steps - self.step) * self.config.tokens_per_step
         row = {
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,
@@ -473,7 +475,7 @@ class Pretrainer:
             "time": self.elapsed_s,
         }
         self.metrics.append(row)
-        self.display.step(row, remaining / speed)
+        self.display.step(row, left / speed)
         self.meter_tokens, self.meter_s = 0, 0.0
 
     def log_evaluation(self) -> None:
@@ -606,6 +608,8 @@ def run_training(
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0]
         code, reason = 1, f"{first} {WHEN_MEMORY_IS_SHORT}"
+    except KeyboardInterrupt:
+        code, reason = 130, "interrupted before training began"
     except OSError as error:
         code, reason = 1, f"{error.filename or 'disk'}: {error.strerror or error}"
     print(f"{program}: {reason}", file=sys.stderr)
@@ -622,11 +626,13 @@ WHEN_MEMORY_IS_SHORT = (
 def train(config: RunConfig, resume: str, display: Display) -> None:
     """Prepare the data, run to the end or to a signal, say where the results are."""
     folder = data_folder(config.data)
-    prepare_data(config.data, folder, display.line)
+    if trained_on(Path(config.training.save_dir)) == prepared_fingerprint(folder):
+        display.line(f"Data: {folder}, as before")
+    else:
+        prepare_data(config.data, folder, display.line)
     run = Pretrainer(config, folder, display)
-    parameters = count_parameters(run.model)
     display.line(
-        f"{parameters:,} parameters, {run.total_steps:,} steps of "
+        f"{count_parameters(run.model):,} parameters, {run.total_steps:,} steps of "
         f"{config.tokens_per_step:,} tokens, {run.device}, "
         f"{'bf16 autocast' if run.bf16 else 'float32'}, run folder {run.run_dir}"
     )
@@ -643,40 +649,58 @@ def rehearse(config: RunConfig, resume: str, display: Display) -> None:
     """The dry run: everything is checked, one step is taken, nothing is written."""
     with ExitStack() as stack:
         folder = data_folder(config.data)
-        if config.data.train_data_path is None and not (folder / "index.json").exists():
+        if config.data.train_data_path is None and not prepared_fingerprint(folder):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prepare_data(config.data, folder, display.line)
         run = Pretrainer(config, folder, display)
         checkpoint = choose_checkpoint(run.run_dir, resume, display.line)
         if checkpoint is not None:
             run.restore(checkpoint)
-        training = config.training
-        table = memory_table(
-            run.model.cfg, run.model, training.micro_batch_size, run.bf16
-        )
-        for name, size in table.items():
+        rows = config.training.micro_batch_size
+        sizes = memory_table(run.model.cfg, run.model, rows, run.bf16)
+        for name, size in sizes.items():
             display.line(f"{name:>26}  {size / 1e9:8.3f} GB (derived)")
         result = run.next_step()
+        if result.problem is not None:
+            raise TrainingFailed(f"dry run: {result.problem}")
         display.line(
             f"one step: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}, "
             f"{run.meter_s:.2f} s, peak memory {peak_memory(run.device) / 1e9:.2f} GB "
             "(measured)"
         )
-        if result.problem is not None:
-            raise TrainingFailed(f"dry run: {result.problem}")
         display.line(f"Dry run: nothing was written to {run.run_dir}")
 
 
 def data_folder(data: DataConfig) -> Path:
-    """The prepared folder: as given, or data/NAME-TOKENIZER for a source."""
+    """The prepared folder: the one given, or one under data/ named after the source."""
     if data.train_data_path is not None:
         return Path(data.train_data_path)
-    name = Path(data.source or DEFAULT_SOURCE).resolve().name.split(".")[0]
-    return Path("data") / f"{name}-{data.tokenizer}"
+    source = Path(data.source or DEFAULT_SOURCE).resolve().name.split(".")[0]
+    name = f"{source}-{data.tokenizer}"
+    if data.val_fraction not in (None, DEFAULT_VAL_FRACTION):
+        name += f"-val{data.val_fraction:g}"
+    return Path("data") / name
 
 
 DEFAULT_SOURCE = "stdlib"
 DEFAULT_VAL_FRACTION = 0.05
+
+
+def trained_on(run_dir: Path) -> str:
+    """Fingerprint of the data in a run's newest checkpoint; "" when there is none."""
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    try:
+        return read_state(checkpoints[-1])["data"]["fingerprint"] if checkpoints else ""
+    except CheckpointError:
+        return ""
+
+
+def prepared_fingerprint(folder: Path) -> str | None:
+    """Fingerprint of a prepared folder; None when there is no sound index."""
+    try:
+        return load_index(folder)["sha256"]
+    except DataError:
+        return None
 
 
 def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> None:
@@ -691,12 +715,12 @@ def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> 
                 f"--out {folder}` makes such a folder"
             )
         return
-    source = data.source or DEFAULT_SOURCE
     if data.tokenizer != "byte":
         raise DataError(
             f"data.tokenizer: this version prepares byte only; set "
             f"data.train_data_path to a folder prepared with {data.tokenizer}"
         )
+    source = data.source or DEFAULT_SOURCE
     fraction = data.val_fraction or DEFAULT_VAL_FRACTION
     log(f"Preparing {source} with the {data.tokenizer} tokenizer in {folder}")
     index = prepare(source, data.tokenizer, folder, val_fraction=fraction)

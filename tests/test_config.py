@@ -1,0 +1,247 @@
+"""Configuration: what is read, and the one line that each mistake prints."""
+
+import math
+
+import pytest
+
+from mamba3lite.training.config import (
+    ConfigError,
+    check_config,
+    dump_config,
+    edit_distance,
+    load_config,
+    parse_yaml,
+    shipped_configs,
+)
+
+BASE = """\
+model: {vocab_size: 257, d_model: 16, n_layers: 1, max_seq_len: 32}
+training: {micro_batch_size: 4, total_steps: 10}
+data: {source: stdlib}
+"""
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(BASE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3e-4", 3e-4),
+        ("1E3", 1000.0),
+        (".5", 0.5),
+        ("-.inf", -math.inf),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("Off", "Off"),
+        ("true", True),
+        ("010", 10),
+        ("0o10", 8),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("12:30", "12:30"),
+        ("2026-01-31", "2026-01-31"),
+        ("~", None),
+        ("'1'", "1"),
+    ],
+)
+def test_scalars_follow_yaml_1_2(text, value):
+    got = parse_yaml(text)
+    assert got == value and type(got) is type(value)
+
+
+# One row a mistake: the file, and how the line goes on after the file's name.
+MISTAKES = [
+    ("training: {learnin_rate: 1}", "training.learnin_rate is not a setting; did "
+     "you mean training.lr? (settings: micro_batch_size, "),
+    ("training: {batch_size: 1}", "training.batch_size is not a setting; did you "
+     "mean training.micro_batch_size? (settings: "),
+    ("training: {max_steps: 1}", "training.max_steps is not a setting; did you "
+     "mean training.total_steps? (settings: "),
+    ("training: {warmup_step: 1}", "training.warmup_step is not a setting; did you "
+     "mean training.warmup_steps? (settings: "),
+    ("training: {zzzzzzzz: 1}", "training.zzzzzzzz is not a setting (settings: "),
+    ("model: {d_modl: 1}", "model.d_modl is not a setting; did you mean "
+     "model.d_model? (settings: vocab_size, "),
+    ("model: {lr: 1}", "model.lr is not a setting; did you mean training.lr? "),
+    ("data: {sorce: x}", "data.sorce is not a setting; did you mean data.source? "
+     "(settings: train_data_path, source, tokenizer, val_fraction)"),
+    ("trainin: {}", "trainin is not a section; did you mean training? (sections: "
+     "model, training, data)"),
+    ("learning_rate: 1", "learning_rate is not a section; did you mean "
+     "training.lr? (sections: "),
+    ("training: {lr: fast, total_steps: 1}", 'training.lr: got "fast", should be a '
+     "valid number"),
+    ("training: {lr: -1, total_steps: 1}", "training.lr: got -1, should be greater "
+     "than 0"),
+    ("training: {lr: .nan, total_steps: 1}", "training.lr: got NaN, should be a "
+     "finite number"),
+    ("training: {lr: .inf, total_steps: 1}", "training.lr: got Infinity, should be "
+     "a finite number"),
+    ("training: {total_steps: true}", "training.total_steps: got true, should be a "
+     "valid integer"),
+    ("training: {total_steps: 16.0}", "training.total_steps: got 16.0, should be a "
+     "valid integer"),
+    ("training: {total_steps: 1, compile: yes}", 'training.compile: got "yes", '
+     "should be a valid boolean"),
+    ("training: {total_steps: 1, keep_last: 1}", "training.keep_last: got 1, "
+     "should be greater than or equal to 2"),
+    ("training: {total_steps: 1, schedule: wsd}", 'training.schedule: got "wsd", '
+     "should be 'cosine'"),
+    ("training: {total_steps: 1, precision: fp16}", 'training.precision: got '
+     "\"fp16\", should be 'auto', 'fp32' or 'bf16'"),
+    ("training: {lr: 1}", "training.total_steps: give exactly one of "
+     "training.total_steps and training.total_tokens"),
+    ("training: {total_steps: 1, total_tokens: 1}", "training.total_steps: give "
+     "exactly one of training.total_steps and training.total_tokens"),
+    ("training: {total_steps: 5, warmup_steps: 6}", "training.warmup_steps: got 6, "
+     "should be at most the 5 steps of the run"),
+    ("data: {source: x, train_data_path: y}", "data.source: data.train_data_path "
+     "names a folder that is already prepared; give one of the two"),
+    ("training: [1]", "training: got [1], should be an object"),
+    ("training:", "training: got null, should be an object"),
+    ("model: {d_model: 0}\ntraining: {total_steps: 1}", "model.d_model is 0; "
+     "wanted an integer, at least 1"),
+    ("model: {d_model: true}", "model.d_model: got true, should be a valid integer"),
+    ("model: {state_dim: 3}\ntraining: {total_steps: 1}", "model.state_dim is 3; "
+     "it must be even"),
+    ("model: {batch_invariant: true}\ntraining: {total_steps: 1}",
+     "model.batch_invariant is True; "),
+    ("training: {lr: 1, lr: 2}", "line 1: key 'lr' is given twice"),
+    ("model: {}\ntraining: {}\nmodel: {}", "line 3: key 'model' is given twice"),
+    ("1: {}", "line 1: key 1 should be a string"),
+    ("", "got nothing, should be a mapping with the sections model, training, data"),
+    ("just words", "got str, should be a mapping with the sections "),
+    ("training: {lr: [}", "line 1, column 17: not YAML: "),
+    ("training: {lr: fast, total_steps: x}", 'training.total_steps: got "x", '
+     "should be a valid integer (and 1 more)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line"), MISTAKES)
+def test_a_mistake_in_a_file_is_one_line(tmp_path, monkeypatch, text, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config("a.yaml")
+    assert str(error.value).startswith(f"a.yaml: {line}")
+    assert "\n" not in str(error.value)
+
+
+OVERRIDES = [
+    ("training.learning_rate=1", "training.learning_rate is not a setting; did you "
+     "mean training.lr? (settings: "),
+    ("training.lr=fast", 'training.lr: got "fast", should be a valid number'),
+    ("training.lr=", "training.lr: got null, should be a valid number"),
+    ("model.d_model=0", "model.d_model is 0; wanted an integer, at least 1"),
+    ("training.warmup_steps=11", "training.warmup_steps: got 11, should be at most the "
+     "10 steps of the run"),
+    ("lr=1", "got 'lr=1', should be section.key=value, such as training.lr=1e-3; did "
+     "you mean training.lr?"),
+    ("training.lr", "got 'training.lr', should be section.key=value, such as "
+     "training.lr=1e-3"),
+    ("optim.lr=1", "optim is not a section (sections: model, training, data)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "line"), OVERRIDES)
+def test_a_mistake_in_an_override_names_set(base, override, line):
+    with pytest.raises(ConfigError) as error:
+        load_config(str(base), [override])
+    assert str(error.value).startswith(f"--set: {line}")
+
+
+def test_a_file_that_is_not_text_is_one_line(tmp_path):
+    path = tmp_path / "b.yaml"
+    path.write_bytes(b"\xff\xfe\x00training")
+    with pytest.raises(ConfigError, match=r"b\.yaml: not YAML text"):
+        load_config(str(path))
+    path.write_bytes(b"training: \x00")
+    with pytest.raises(ConfigError, match=r"b\.yaml: not YAML text"):
+        load_config(str(path))
+
+
+def test_an_unknown_name_lists_the_shipped_ones():
+    with pytest.raises(ConfigError) as error:
+        load_config("tinny")
+    assert str(error.value) == (
+        "--config tinny: no such file, nor a shipped configuration; did you mean tiny? "
+        "(shipped: pretrain_434m, small_gpu, tiny)"
+    )
+
+
+def test_overrides_use_the_same_scalars(base):
+    config = load_config(
+        str(base), ["training.lr=3e-4", "training.save_dir=on", "model.d_model=0x20"]
+    )
+    assert config.training.lr == 3e-4
+    assert config.training.save_dir == "on"
+    assert config.model.d_model == 32
+
+
+def test_an_override_replaces_the_other_of_an_exclusive_pair(base):
+    config = load_config(str(base), ["training.total_tokens=1000"])
+    assert config.training.total_steps is None
+    assert config.total_steps == 8  # ceil(1000 / (4 * 32))
+    config = load_config(str(base), ["data.train_data_path=x"])
+    assert config.data.source is None and config.data.train_data_path == "x"
+
+
+def test_two_overrides_of_an_exclusive_pair_are_refused(base):
+    both = ["training.total_tokens=1000", "training.total_steps=3"]
+    with pytest.raises(ConfigError, match="give exactly one of"):
+        load_config(str(base), both)
+
+
+def test_save_dir_defaults_to_the_name_of_the_file(base):
+    assert load_config(str(base)).training.save_dir == "runs/a"
+
+
+def test_the_resolved_config_reads_back_equal(base, tmp_path):
+    config = load_config(str(base), ["training.lr=1e-5", "training.save_dir=3e-4x"])
+    odd = config.training.model_copy(update={"save_dir": "3e-4"})
+    config = config.model_copy(update={"training": odd})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(str(tmp_path / "config.yaml")) == config
+
+
+@pytest.mark.parametrize("name", ["tiny", "small_gpu", "pretrain_434m"])
+def test_shipped_configs_are_valid(name):
+    assert name in shipped_configs()
+    assert load_config(name).total_steps > 0
+
+
+def test_the_large_config_has_its_stated_budget():
+    config = load_config("pretrain_434m")
+    assert config.tokens_per_step == 65_536
+    assert config.total_steps == 122_071
+    training = config.training
+    assert (training.lr, training.min_lr_ratio, training.warmup_steps) == (
+        3e-4,
+        0.05,
+        2000,
+    )
+    assert (training.beta1, training.beta2, training.weight_decay) == (0.9, 0.95, 0.1)
+
+
+def test_tiny_stays_within_its_token_budget():
+    config = load_config("tiny")
+    assert config.total_steps * config.tokens_per_step <= 3_000_000
+    assert config.model.ssd_dispatch == "pytorch"
+
+
+def test_training_turns_checkpointing_on_in_a_copy_of_the_model_section():
+    raw = {"training": {"total_steps": 1, "grad_checkpoint": True}}
+    config = check_config(raw, "test")
+    assert config.model_fields_of_run()["grad_checkpoint"] is True
+    assert config.model.grad_checkpoint is False
+
+
+def test_edit_distance_by_hand():
+    assert edit_distance("kitten", "sitting") == 3
+    assert edit_distance("", "abc") == 3
+    assert edit_distance("lr", "lr") == 0
