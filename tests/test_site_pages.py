@@ -18,9 +18,19 @@ import pytest
 from markdown import Markdown
 
 ROOT = Path(__file__).parents[1]
-_spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools/site.py")
-site = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(site)
+
+
+def load_tool(name: str):
+    """A module of tools/; `site` would otherwise be the standard library's."""
+    spec = importlib.util.spec_from_file_location(
+        f"tool_{name}", ROOT / f"tools/{name}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site, stages = load_tool("site"), load_tool("stages")
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAA"
@@ -226,8 +236,9 @@ def tree(tmp_path):
 
 
 def build(tree: Path) -> subprocess.CompletedProcess:
+    """The very command of `make test`: with --quiet it would count no warnings."""
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict"],  # --quiet hides warnings
+        [sys.executable, "-m", *stages.TEST["site"].split()],
         cwd=tree,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,

@@ -24,7 +24,7 @@ TEST = CHECK | {
     "slow tests": "pytest -q -m slow",
     "notebooks": "pytest -q --nbval --nbval-current-env --nbval-cell-timeout 120 "
     "--nbval-sanitize-with notebooks/nbval.cfg --timeout 600 notebooks",
-    "site": "mkdocs build --strict --quiet",
+    "site": "mkdocs build --strict",
 }
 
 
