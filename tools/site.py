@@ -235,11 +235,19 @@ class _CodeAnchor(InlineProcessor):
         code = ElementTree.Element("code", title=m[0].strip("`"))
         code.text = m["symbol"] or m["file"]
         if not m["file"].startswith("mamba3lite/"):
-            return code, m.start(0), m.end(0)
+            return _breakable(code), m.start(0), m.end(0)
         identifier = api_identifier(m["file"], m["symbol"], kind)
         link = ElementTree.Element("autoref", identifier=identifier)
         link.append(code)
         return link, m.start(0), m.end(0)
+
+
+def _breakable(code: ElementTree.Element) -> ElementTree.Element:
+    """Let a long test name break after its underscores, and nowhere else."""
+    code.text, *words = re.split(r"(?<=_)(?=[^_])", code.text)
+    for word in words:
+        ElementTree.SubElement(code, "wbr").tail = word
+    return code
 
 
 class SiteMarkdown(Extension):
