@@ -8,13 +8,167 @@
 
 # %% [markdown] tags=["module:ssd_complex"]
 # # The chunkwise scan
-# The same numbers as the loop, from matrix products over chunks of time.
+# The same numbers as the loop, from a few matrix products over chunks of time.
+#
+# **After it you can**
+# - unroll a recurrence into a matrix, and cut that matrix into chunks that a processor
+#   likes;
+# - write the four parts of the chunkwise algorithm from memory: the causal matrix, the
+#   output inside a chunk, the state of a chunk, the state passed between chunks;
+# - recognize the three mistakes that everybody makes, and know which of them no test
+#   with constant steps can see.
+#
+# **Before it** you need notebooks
+# [01](01_zoh_discretization.ipynb) and [02](02_naive_scan.ipynb): the decay factor
+# $\bar a_t = e^{\Delta_t A}$ with $\Delta_t = \operatorname{softplus}(dt_t)$, and the
+# loop that we now call the oracle.
+#
+# **How long**: about an hour to read, an estimate; the last cell prints how long the
+# notebook ran.
+#
+# **Where its cells go**: the cells marked *export* finish
+# `mamba3lite/models/ssd_complex.py`, the file that trains the model.
+
+# %% [markdown]
+# ## The tools
+# Everything exported here builds on the imports of notebook 01. The seven colors are
+# those of Okabe and Ito, which readers with any kind of color vision can tell apart.
 
 # %%
+import math
+import time
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Complex, Float, Inexact, Shaped
+from torch import Tensor
+
 from mamba3lite.models.ssd_complex import _check_scan_inputs, ssd_naive_complex
+
+started = time.perf_counter()
+torch.manual_seed(0)
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
+plt.rcParams.update(
+    {
+        "figure.dpi": 80,
+        "figure.figsize": (8.4, 3.2),
+        "figure.constrained_layout.use": True,
+        "axes.titlesize": 11,
+    }
+)
+
+# %% [markdown]
+# Random inputs come from one place: steps that differ from token to token, decays from
+# slow to fast, and rotations all around the circle. Double precision first; we round
+# when we want to see rounding.
+
+# %%
+def random_case(B, T, H, D, N):
+    """x, A, B_t, C_t, dt in double precision, with a step of its own per token."""
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64)
+
+    rate = torch.empty(H, dtype=torch.float64).uniform_(math.log(1e-3), math.log(2))
+    angle = torch.empty(H, dtype=torch.float64).uniform_(-math.pi, math.pi)
+    B_t = torch.complex(normal(B, T, H, N), normal(B, T, H, N))
+    C_t = torch.complex(normal(B, T, H, N), normal(B, T, H, N))
+    A = torch.complex(-rate.exp(), angle)
+    return normal(B, T, H, D), A, B_t, C_t, normal(B, T, H)
+
+
+def single(case):
+    """The same case rounded to float32 and complex64."""
+    return [z.to(torch.complex64 if z.is_complex() else torch.float32) for z in case]
+
+
+def relative_error(got, wanted):
+    return ((got - wanted).norm() / wanted.norm()).item()
+
+# %% [markdown]
+# ## Unroll the loop
+# The loop takes $T$ steps one after another, and each of them is a little work on a big
+# state: read $N D$ numbers per head, multiply, add, write them back. Processors are bad
+# at this. They are good at matrix products. *Where is the matrix?*
+#
+# Put the recurrence into itself until only inputs are left:
+#
+# $$h_t = \bar a_t h_{t-1} + B_t x_t^\top
+# \quad\Longrightarrow\quad
+# h_t = \sum_{s \le t} \Big( \prod_{u=s+1}^{t} \bar a_u \Big) B_s x_s^\top .$$
+#
+# The product telescopes in the log domain. With the cumulative log decay
+# $\Sigma_t = \sum_{u \le t} \Delta_u A$ it is $e^{\Sigma_t - \Sigma_s}$, and the output
+# is
+#
+# $$y_t = \sum_{s \le t} e^{\Sigma_t - \Sigma_s} \, (C_t \cdot B_s) \, x_s ,
+# \qquad\text{in short}\qquad y = \big( L \odot C B^\top \big) X .$$
+#
+# One matrix, lower triangular, $T \times T$: the whole sequence mixer. It looks like
+# attention without softmax, with a decay in the place of a mask. Dao and Gu call this
+# *state-space duality* ([arXiv 2405.21060](https://arxiv.org/abs/2405.21060)). The cell
+# below builds it literally and compares it with the loop.
+
+# %%
+x, A, B_t, C_t, dt = random_case(B=1, T=12, H=1, D=3, N=4)
+Sigma = (F.softplus(dt[0, :, 0]) * A[0]).cumsum(0)
+M = torch.zeros(12, 12, dtype=torch.complex128)
+for t in range(12):
+    for s in range(t + 1):
+        M[t, s] = (Sigma[t] - Sigma[s]).exp() * (C_t[0, t, 0] * B_t[0, s, 0]).sum()
+y_matrix = M @ x[0, :, 0].to(M.dtype)
+y_loop = ssd_naive_complex(x, A, B_t, C_t, dt)[0, :, 0]
+assert torch.allclose(y_matrix, y_loop, rtol=0, atol=1e-12)
+
+# %% [markdown]
+# Now neither extreme is what we want. The loop does $T$ serial steps of cheap work; the
+# matrix does one step, but $T^2$ of work. Cut time into chunks of $C$ steps and use
+# both: the matrix *inside* a chunk, where it is small, and the loop *between* chunks,
+# where it is short. Every entry of the big matrix belongs to one of the two.
+
+# %%
+T, C = 16, 4
+row, column = torch.arange(T)[:, None], torch.arange(T)[None]
+future = column > row
+same_chunk = (column // C == row // C) & ~future
+through_state = ~future & ~same_chunk
+kind = same_chunk + 2 * through_state
+assert int(same_chunk.sum()) == (T // C) * C * (C + 1) // 2
+assert int(same_chunk.sum() + through_state.sum()) == T * (T + 1) // 2
+
+# %%
+fig, ax = plt.subplots(figsize=(5.6, 4.4))
+colors = plt.matplotlib.colors.ListedColormap(["#ffffff", ORANGE, SKY])
+ax.pcolormesh(kind, cmap=colors, edgecolors="#bbbbbb", linewidth=0.5)
+for edge in range(0, T + 1, C):
+    ax.axhline(edge, color=BLACK, lw=1)
+    ax.axvline(edge, color=BLACK, lw=1)
+ax.invert_yaxis()
+ax.set_aspect("equal")
+ax.set(xlabel="source step s", ylabel="output step t")
+ax.set_title("Each output: its own chunk directly, all earlier ones through the state")
+handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (ORANGE, SKY)]
+names = ["inside a chunk: Y_diag", "through the entering state: Y_off"]
+ax.legend(handles, names, loc="upper right", fontsize=9)
+plt.show()
 
 # %% [markdown]
 # ## The causal matrix
+# How much of token $s$ is left in the state when token $l$ reads it? Everything between
+# them multiplies, so in the log domain everything between them *adds*:
+#
+# $$L_{ls} = e^{\Sigma_l - \Sigma_s}\ \ (s \le l), \qquad L_{ls} = 0 \ \ (s > l) .$$
+#
+# Split $\Delta_u A = u_u + i v_u$ into a real part $u \le 0$, which shrinks, and an
+# imaginary part $v$, which turns. The magnitude of $L$ comes from $u$ alone. The
+# function below computes that magnitude,
+#
+# $$D_{ls} = e^{U_l - U_s}\ \ (s \le l), \qquad U = \text{cumulative sum of } u ,$$
+#
+# and the order of its steps matters more than anything else in this notebook: it
+# decides which entries count *before* it takes an exponential.
 
 # %% tags=["export"]
 def causal_decay(
@@ -40,7 +194,134 @@ def causal_decay(
     return span.masked_fill_(future, -torch.inf).to(dtype).exp()
 
 # %% [markdown]
+# First a check that could fail: by hand, and against products of the factors
+# themselves. The diagonal is exactly 1, because nothing lies between a token and
+# itself; an *exclusive* cumulative sum or a strict triangle would break just that.
+
+# %%
+u = torch.tensor([-0.5, -1.0, -0.25], dtype=torch.float64)
+by_hand = [[0, -99, -99], [-1.0, 0, -99], [-1.25, -0.25, 0]]
+by_hand = torch.tensor(by_hand, dtype=torch.float64).exp().tril()
+assert torch.allclose(causal_decay(u, torch.float64), by_hand)
+
+u = -torch.rand(64, dtype=torch.float64)
+L = causal_decay(u, torch.float64)
+for late, early in [(63, 0), (40, 39), (17, 17)]:
+    between = u[early + 1 : late + 1].exp().prod()
+    assert torch.isclose(L[late, early], between)
+
+# %% [markdown]
+# What does it look like? With a real $A$ it is a fading shadow of the past. With a
+# complex $A$ the same shadow is crossed by waves: a token read at the right moment
+# counts with a plus sign, half a turn later with a minus sign.
+
+# %%
+steps = torch.full((64,), -0.06, dtype=torch.float64)
+turns = torch.full((64,), 0.35, dtype=torch.float64).cumsum(0)
+shadow = causal_decay(steps, torch.float64)
+waves = shadow * (turns[:, None] - turns[None]).cos()
+assert (shadow >= 0).all() and (waves < -0.3).any()
+assert (waves.abs() <= shadow).all()
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.7), sharey=True)
+titles = ["real A: the past fades", "complex A: the past fades and turns"]
+for ax, values, title in zip(axes, [shadow, waves], titles, strict=True):
+    image = ax.imshow(values, cmap="PuOr", vmin=-1, vmax=1)
+    ax.set(xlabel="source step s", title=title)
+axes[0].set_ylabel("output step l")
+fig.colorbar(image, ax=axes, label="Re L[l, s]")
+plt.show()
+
+# %% [markdown]
+# ### What breaks: the mask after exp
+# The tempting version takes the exponential of all differences and multiplies by the
+# mask. Above the diagonal the difference is *positive*: it runs backwards in time. In
+# float32 $e^{88.8}$ is already infinite, and infinity times the mask's zero is not
+# zero, it is NaN. With $A = -1$ and $dt = 0$ a step has $u = -\ln 2$, so 129 steps are
+# enough.
+
+# %%
+def mask_after_exp(log_magnitude):
+    total = log_magnitude.cumsum(-1)
+    span = total.unsqueeze(-1) - total.unsqueeze(-2)
+    return span.exp() * torch.ones_like(span).tril()
+
+
+per_step = -F.softplus(torch.tensor(0.0)).item()
+print(f"one step at dt = 0: log decay {per_step:.4f}; softplus(0) is ln 2, not 0")
+for length in (64, 256):
+    u = torch.full((length,), per_step)
+    bad = mask_after_exp(u).isnan().any().item()
+    good = causal_decay(u.double(), torch.float32).isnan().any().item()
+    print(f"T = {length:3d}: NaN with the mask after exp {bad}, before it {good}")
+assert mask_after_exp(torch.full((256,), per_step)).isnan().any()
+assert not mask_after_exp(torch.full((64,), per_step)).isnan().any()
+u = torch.full((256,), per_step, dtype=torch.float64)
+assert causal_decay(u, torch.float32).isfinite().all()
+
+# %% [markdown]
+# Chunks of 64 do not save us. The exponent at the corner is $(T - 1)\,\Delta\,|A|$, and
+# it passes $\ln(\text{largest float32}) \approx 88.72$ inside one chunk of 64 once
+# $dt \ge 1.13$, a value that any trained model reaches. The gradient is worse: it is
+# NaN as soon as one masked entry is infinite, even where the output looks fine.
+
+# %%
+lengths = torch.arange(8, 265, 8)
+raw_steps = torch.linspace(-2, 3, 41, dtype=torch.float64)
+steps = -F.softplus(raw_steps).float()
+broken = torch.tensor(
+    [[mask_after_exp(u.expand(n)).isnan().any() for n in lengths] for u in steps]
+)
+corner = (lengths - 1) * F.softplus(raw_steps)[:, None]
+limit = math.log(torch.finfo(torch.float32).max)
+surely = (corner - limit).abs() > 0.01  # away from the last bit
+assert (broken == (corner > limit))[surely].all()
+chunk_of_64 = mask_after_exp(-F.softplus(torch.tensor(1.13)).expand(64))
+assert chunk_of_64.isnan().any()
+
+# %%
+fig, ax = plt.subplots()
+colors = plt.matplotlib.colors.ListedColormap(["#ffffff", RED])
+ax.pcolormesh(lengths, raw_steps, broken, cmap=colors, vmin=0, vmax=1)
+boundary = torch.expm1(limit / (lengths - 1)).log()
+ax.plot(lengths, boundary, color=BLACK, label="(T - 1) softplus(dt) = 88.72")
+ax.axvline(64, color=BLUE, ls="--", label="one chunk of 64")
+ax.set(xlabel="length T (steps)", ylabel="raw step dt", ylim=(-2, 3))
+ax.set_title("Mask after exp: NaN everywhere in the red region (A = -1, float32)")
+ax.legend(loc="lower left")
+plt.show()
+
+# %% [markdown]
+# The cure costs nothing: replace the exponent above the diagonal by $-\infty$, then
+# take the exponential. $e^{-\infty}$ is exactly 0 and so is its gradient.
+
+# %%
+u = torch.full((256,), -1.7, dtype=torch.float64, requires_grad=True)
+causal_decay(u, torch.float32).sum().backward()
+assert u.grad.isfinite().all()
+u32 = torch.full((256,), -1.7, requires_grad=True)
+mask_after_exp(u32).nan_to_num().sum().backward()
+assert u32.grad.isnan().any(), "repairing the output does not repair the gradient"
+
+# %% [markdown]
 # ## A phase factors, a magnitude must not
+# The other half of $L$ is the turn $e^{i (V_l - V_s)}$, with $V$ the cumulative sum of
+# the angles $v$. A turn has magnitude 1: it cannot overflow, in either direction of
+# time. So here we *may* do what was forbidden a moment ago, split the difference:
+#
+# $$e^{i (V_l - V_s)} = e^{i V_l} \, e^{-i V_s}
+# \quad\Longrightarrow\quad
+# L \odot C B^\top = D \odot \big( (e^{iV} C)\,(e^{-iV} B)^\top \big) .$$
+#
+# $C$ and $B$ are each turned once, one factor per token, and what is left of $L$ is
+# real. (Notebook 02 drew the state as a phasor. This is the same picture from the
+# outside: instead of turning the state, turn those who write to it and read from it.)
+#
+# A second saving: the input $x$ is real, and only the real part of the output is
+# wanted. Then only $\operatorname{Re}(\tilde C \tilde B^\top)$ matters, and a sum of
+# $\operatorname{Re}(c\,b) = c_r b_r - c_i b_i$ over $N$ complex numbers is one real
+# inner product over $2N$: one real matrix product in the place of four.
 
 # %% tags=["export"]
 def _unit_phase(angle: Float[Tensor, "*shape"], dtype: torch.dtype) -> Tensor:
@@ -59,8 +340,42 @@ def _real_product(
     """Re(u v^T) as one real matrix product: Re(a b) = <conj(a), b> over (re, im)."""
     return _pairs(u.conj().resolve_conj()) @ _pairs(v).mT
 
+# %%
+left = torch.randn(5, 7, 4, dtype=torch.complex128)
+right = torch.randn(5, 6, 4, dtype=torch.complex128)
+assert torch.allclose(_real_product(left, right), (left @ right.mT).real)
+assert _pairs(left).data_ptr() == left.data_ptr(), "a view, nothing is copied"
+
+angle = torch.linspace(-200, 200, 401, dtype=torch.float64)
+late, early = (_unit_phase(sign * angle, torch.complex128) for sign in (1, -1))
+assert torch.allclose(late * early, torch.ones_like(late))
+
+# %% [markdown]
+# ### What breaks: splitting the magnitude too
+# The same trick on $U$ would turn the masked $C \times C$ matrix into two cheap
+# vectors. It is the mask after exp in another dress: $e^{-U_s}$ grows without bound.
+
+# %%
+U = torch.full((64,), -1.5).cumsum(0)
+split = (U.exp()[:, None] * (-U).exp()[None]).tril()
+assert not split.isfinite().all(), "infinite where the true value is below 1"
+assert causal_decay(torch.full((64,), -1.5).double(), torch.float32).isfinite().all()
+
 # %% [markdown]
 # ## One chunk
+# Two results leave a chunk. The output that its own tokens cause,
+#
+# $$Y_{\text{diag}} = \big( D \odot \tilde C \tilde B^\top \big) X ,$$
+#
+# and the state that its own tokens leave at its right edge,
+#
+# $$S = \sum_s e^{\Sigma_{\text{last}} - \Sigma_s} \, x_s B_s^\top .$$
+#
+# Both pretend that nothing was carried in. The factor
+# $e^{\Sigma_{\text{last}} - \Sigma_s}$ (`decay_states`) is an argument of its own: the
+# caller has it anyway. The function works on all chunks of all heads at once, as
+# batched matrix products over (batch, chunk, head). It is also the reference, and the
+# backward pass, of the kernel that replaces it on a GPU.
 
 # %% tags=["export"]
 def per_chunk_ssd_pytorch(
@@ -104,7 +419,45 @@ def per_chunk_ssd_pytorch(
     return Y_diag.transpose(2, 3), state
 
 # %% [markdown]
+# The check: take chunks as they come, and run the oracle on each of them *alone*. Its
+# output must be $Y_{\text{diag}}$ and its final state $S$.
+
+# %%
+x, A, B_t, C_t, dt = random_case(B=2, T=24, H=3, D=5, N=4)
+chunks = [z.unflatten(1, (3, 8)) for z in (x, B_t, C_t, dt)]
+Xc, Bc, Cc, dtc = chunks
+A_log = F.softplus(dtc) * A
+A_cumsum = A_log.cumsum(2)
+decay_states = (A_cumsum[:, :, -1:] - A_cumsum).exp()
+Y_diag, state = per_chunk_ssd_pytorch(Bc, Cc, Xc, A_log, decay_states)
+for c in range(3):
+    alone, final = ssd_naive_complex(
+        Xc[:, c], A, Bc[:, c], Cc[:, c], dtc[:, c], return_final_states=True
+    )
+    assert torch.allclose(Y_diag[:, c], alone.real)
+    assert torch.allclose(state[:, c], final)
+print("Y_diag", tuple(Y_diag.shape), Y_diag.dtype, "| state", tuple(state.shape))
+
+# %% [markdown]
 # ## Between chunks
+# *What state enters chunk $z$?* Let $\Lambda_c$ be the total log decay of chunk $c$ and
+# $S_c$ what it adds. The same recurrence again, one level up, with chunks for tokens:
+#
+# $$G_0 = H_{\text{init}}, \qquad G_{z+1} = e^{\Lambda_z} G_z + S_z .$$
+#
+# Unrolled, with the running totals $K_k = \Lambda_0 + \dots + \Lambda_k$ and
+# $K_{-1} = 0$:
+#
+# $$G_z = \sum_{c < z} e^{K_{z-1} - K_c} \, S_c + e^{K_{z-1}} H_{\text{init}} .$$
+#
+# Read the window $K_{z-1} - K_c$ aloud: the chunks *strictly between* $c$ and $z$.
+# Chunk $c$ has decayed its own tokens to its right edge already; chunk $z$ has not
+# begun. And the token $l$ of chunk $z$ reads
+# $Y_{\text{off}}[l] = C_l \cdot (e^{\Sigma_l} G_z)$, with $\Sigma$ counted from the
+# left edge of its chunk.
+#
+# We pass the state with the recurrence, not with the unrolled sum: it needs no matrix
+# over pairs of chunks, and every factor $e^{\Lambda}$ has magnitude at most 1.
 
 # %% tags=["export"]
 def _pass_states(
@@ -128,8 +481,98 @@ def _pass_states(
         carry = decay[..., None, None] * carry + added
     return torch.stack(entering, dim=1), carry
 
+# %%
+totals = A_cumsum[:, :, -1]
+zero = torch.zeros_like(state[:, 0])
+entering, last = _pass_states(state, totals.exp(), zero)
+whole, final = ssd_naive_complex(x, A, B_t, C_t, dt, return_final_states=True)
+assert torch.allclose(last, final)
+read = Cc * A_cumsum.exp().unsqueeze(-1)
+Y_off = torch.einsum("bclhn,bchpn->bclhp", read, entering).real
+assert torch.allclose((Y_diag + Y_off).flatten(1, 2), whole.real)
+print("inside + through the state = the loop")
+
 # %% [markdown]
+# ### What breaks: two wrong windows
+# The unrolled form tempts to two slips of one index. The first decays through chunk $z$
+# as well, $K_z - K_c$: wrong at once. The second, $K_z - K_{c+1}$, shifts both ends. It
+# holds the right *number* of chunks, so if all chunks decay alike it is exactly right.
+# With $dt = 0$ everywhere all chunks do decay alike. A whole test suite built on
+# $dt = 0$ will pass.
+
+# %%
+WINDOWS = {
+    "right: K[z-1] - K[c]": lambda K, z, c: K[z - 1] - K[c],
+    "wrong: K[z] - K[c]": lambda K, z, c: K[z] - K[c],
+    "wrong: K[z] - K[c+1]": lambda K, z, c: K[z] - K[c + 1],
+}
+
+
+def scan_with_window(case, C, window):
+    """The chunkwise scan with the state between chunks from the unrolled sum."""
+    x, A, B_t, C_t, dt = case
+    Xc, Bc, Cc, A_log = (
+        z.unflatten(1, (-1, C)) for z in (x, B_t, C_t, F.softplus(dt) * A)
+    )
+    A_cumsum = A_log.cumsum(2)
+    decay_states = (A_cumsum[:, :, -1:] - A_cumsum).exp()
+    Y_diag, S = per_chunk_ssd_pytorch(Bc, Cc, Xc, A_log, decay_states)
+    K = A_cumsum[:, :, -1].cumsum(1).unbind(1)
+    G = [torch.zeros_like(S[:, 0])]
+    for z in range(1, S.shape[1]):
+        terms = [window(K, z, c).exp()[..., None, None] * S[:, c] for c in range(z)]
+        G.append(sum(terms))
+    read = Cc * A_cumsum.exp().unsqueeze(-1)
+    Y_off = torch.einsum("bclhn,bchpn->bclhp", read, torch.stack(G, 1)).real
+    return (Y_diag + Y_off).flatten(1, 2)
+
+# %%
+case = random_case(B=1, T=64, H=2, D=4, N=4)
+still = (*case[:-1], torch.zeros_like(case[-1]))
+errors = {
+    name: [
+        (scan_with_window(c, 8, window) - ssd_naive_complex(*c).real).abs().max().item()
+        for c in (still, case)
+    ]
+    for name, window in WINDOWS.items()
+}
+for name, (at_zero, at_random) in errors.items():
+    verdict = ["right" if e < 1e-9 else "WRONG" for e in (at_zero, at_random)]
+    print(f"{name:22s} dt = 0: {verdict[0]}   random dt: {verdict[1]}")
+right, visible, invisible = errors.values()
+assert max(right) < 1e-9
+assert min(visible) > 0.1
+assert invisible[0] < 1e-9 < 0.1 < invisible[1], "no test at dt = 0 sees this one"
+
+# %%
+fig, ax = plt.subplots(figsize=(8.4, 3.0))
+for i, (name, color) in enumerate(zip(errors, (GREEN, RED, ORANGE), strict=True)):
+    place = [i - 0.2, i + 0.2]
+    bars = ax.bar(place, errors[name], 0.36, color=color, edgecolor=BLACK)
+    bars[0].set_hatch("//")
+ax.axhline(1e-9, color=BLACK, lw=0.8, ls=":")
+ax.set_yscale("log")
+ax.set(ylabel="largest error in y (absolute)", ylim=(1e-16, 1e4))
+ax.set_xticks(range(3), list(errors))
+ax.set_title("Hatched: dt = 0 everywhere. Plain: random dt. Only one window is right")
+plt.show()
+
+# %% [markdown]
+# The rule that follows, for every test in this repository: steps are random and differ
+# from token to token. A test at $dt = 0$ proves nothing.
+#
 # ## Log decays that stay small
+# Two more things happen before the products, both about digits.
+#
+# **Angles.** A step's angle $\Delta_u \operatorname{Im} A$ can be many turns; whole
+# turns are dropped first, so that each stays within $[-\pi, \pi]$, and sums begin anew
+# in every chunk. The sums run in float64: per token and head this is one number, next
+# to the $N$ and $D$ numbers that everything else costs.
+#
+# **Resets.** Where packed documents meet, the state must be dropped. $\bar a = 0$ would
+# mean a log decay of $-\infty$, and $-\infty - (-\infty)$ is NaN. A constant of $-200$
+# does it: $e^{-200}$ is exactly 0 in float32, and any span across the boundary contains
+# it.
 
 # %% tags=["export"]
 def _log_decay(
@@ -156,8 +599,54 @@ def _exp(log_factor: Complex[Tensor, "*shape"], dtype: torch.dtype) -> Tensor:
     """exp of a complex128 log factor, cast to the complex working dtype."""
     return log_factor.exp().to(dtype)
 
+# %%
+A = torch.tensor([-0.5 + 3.0j], dtype=torch.complex64)
+dt = torch.tensor([[[2.0], [30.0], [-30.0]]])
+log_decay = _log_decay(dt, A, None)
+assert log_decay.imag.abs().max() <= math.pi
+turned = (F.softplus(dt.double()) * A.to(torch.complex128)).exp()
+assert torch.allclose(log_decay.exp(), turned), "dropping whole turns changes nothing"
+
+reset = torch.tensor([[False, True, False]])
+assert _exp(_log_decay(dt, A, reset), torch.complex64)[0, 1, 0] == 0
+
+# %% [markdown]
+# ### What breaks: one cumulative sum for the whole sequence
+# Why not compute all factors between chunks as $e^{K_{z-1} - K_c}$ from one running
+# total in float32? Because a total over thousands of steps is a large number, and the
+# difference of two large numbers has lost the small digits. $A = -0.001 + 3i$ hardly
+# forgets, so its angles pile up.
+
+# %%
+steps, A = 4096, torch.tensor(-0.001 + 3j, dtype=torch.complex128)
+log_decay = F.softplus(torch.randn(steps, dtype=torch.float64)) * A
+chunks = log_decay.unflatten(0, (-1, 64))
+exact = chunks.sum(1).exp()
+
+ends = log_decay.to(torch.complex64).cumsum(0)[63::64]
+global_sum = torch.cat([ends[:1], ends.diff()]).exp()
+turns = (chunks.imag / (2 * math.pi)).round() * 2 * math.pi
+small = torch.complex(chunks.real, chunks.imag - turns).to(torch.complex64)
+per_chunk = small.sum(1).exp()
+
+late = slice(48, 64)  # the last quarter of the sequence
+global_error = relative_error(global_sum[late], exact[late])
+local_error = relative_error(per_chunk[late], exact[late])
+lost = math.log10(global_error / local_error)
+print(f"digits lost by the global sum: about {lost:.0f}")
+assert lost > 1
+assert local_error < 1e-5 < global_error
+
 # %% [markdown]
 # ## The whole scan
+# Everything is there: pad, cut, solve each chunk, pass the states, add what they read.
+# Two details that are easy to miss:
+#
+# - Padding to a whole chunk pads the *log decay* with 0. Padding `dt` with 0 would be
+#   another thing: softplus(0) is $\ln 2$, and the final state would decay through steps
+#   that do not exist.
+# - Autocast is switched off inside: a state rounded to bfloat16 at every chunk would
+#   carry its errors along forever.
 
 # %% tags=["export"]
 _DISPATCHES = ("pytorch", "triton", "fused")
@@ -266,3 +755,129 @@ def _scan_chunks(x, B_t, C_t, log_decay, chunk, initial_states):
     Y_off = _real_product(read.transpose(2, 3), entering).transpose(2, 3)
     y = Y_diag.real + Y_off if Y_diag.is_complex() else Y_diag + Y_off
     return y.flatten(1, 2)[:, : x.shape[1]], final_states
+
+# %% [markdown]
+# The check that matters: random steps, a length that is no multiple of the chunk, every
+# gradient, against the loop in complex128.
+
+# %%
+def compare(T, C, precision):
+    case = [z.requires_grad_() for z in precision(random_case(B=2, T=T, H=2, D=4, N=4))]
+    exact = [
+        z.detach().to(torch.complex128 if z.is_complex() else torch.float64)
+        for z in case
+    ]
+    exact = [z.requires_grad_() for z in exact]
+    weights = torch.randn(2, T, 2, 4, dtype=torch.float64)
+    y = ssd_complex_chunkwise(*case, chunk_size=C)
+    wanted = ssd_naive_complex(*exact).real
+    grads = torch.autograd.grad(y, case, weights.to(y.dtype))
+    wanted_grads = torch.autograd.grad(wanted, exact, weights)
+    pairs = zip((y, *grads), (wanted, *wanted_grads), strict=True)
+    return [relative_error(got, want) for got, want in pairs]
+
+
+for T, C in [(18, 4), (64, 64), (130, 64), (257, 32)]:
+    assert max(compare(T, C, precision=list)) < 1e-10
+    assert max(compare(T, C, precision=single)) < 2e-5
+print("y, dx, dA, dB, dC, ddt agree with the loop")
+
+# %% [markdown]
+# States in and out: cut a sequence anywhere, hand the state over, and nothing changes.
+# Packed documents: a reset in the middle of a chunk hides everything before it.
+
+# %%
+x, A, B_t, C_t, dt = random_case(B=1, T=50, H=2, D=4, N=4)
+whole = ssd_complex_chunkwise(x, A, B_t, C_t, dt, chunk_size=16)
+first = [z[:, :21] for z in (x, B_t, C_t, dt)]
+rest = [z[:, 21:] for z in (x, B_t, C_t, dt)]
+y1, carried = ssd_complex_chunkwise(
+    first[0], A, *first[1:], chunk_size=16, return_final_states=True
+)
+y2 = ssd_complex_chunkwise(rest[0], A, *rest[1:], chunk_size=16, initial_states=carried)
+assert torch.allclose(torch.cat([y1, y2], 1), whole)
+
+reset = torch.zeros(1, 50, dtype=torch.bool)
+reset[0, 21] = True
+packed = ssd_complex_chunkwise(x, A, B_t, C_t, dt, chunk_size=16, reset=reset)
+alone = ssd_complex_chunkwise(rest[0], A, *rest[1:], chunk_size=16)
+assert torch.allclose(packed[:, 21:], alone)
+assert torch.allclose(packed[:, :21], y1)
+
+# %% [markdown]
+# ## What it costs
+# Count multiply-adds per head over a sequence of $T$ steps (complex ones, as if nothing
+# were saved by real inputs):
+#
+# | part | multiply-adds | why |
+# |---|---|---|
+# | $Y_{\text{diag}}$ | $T C (N + D)$ | two products with a $C^2$ matrix |
+# | chunk states | $T N D$ | one outer product per token |
+# | $Y_{\text{off}}$ | $T N D$ | one read per token |
+# | passing states | $(T / C)\, N D$ | one update per chunk |
+#
+# Work grows with $C$, the number of serial steps $T / C$ falls with it. With
+# $N = D = 64$ the two halves meet near $C = 64$, and that is the default.
+
+# %%
+T, N, D = 2048, 64, 64
+sizes = [8, 16, 32, 64, 128, 256, 512]
+inside = [T * C * (N + D) / 1e6 for C in sizes]
+outside = [(2 * T * N * D + T / C * N * D) / 1e6 for C in sizes]
+serial = [T // C for C in sizes]
+assert inside[3] == 2048 * 64 * 128 / 1e6
+assert 0.9 < inside[3] / outside[3] < 1.1, "at C = 64 both halves cost the same"
+
+# %%
+fig, ax = plt.subplots()
+ax.plot(sizes, inside, "o-", color=ORANGE, label="inside chunks: Y_diag")
+ax.plot(sizes, outside, "s-", color=SKY, label="states: build, pass, read")
+ax.set(xlabel="chunk length C (steps)", ylabel="multiply-adds per head (millions)")
+ax.set_xscale("log", base=2)
+depth = ax.twinx()
+depth.plot(sizes, serial, "^--", color=BLACK, label="serial steps (right)")
+depth.set(ylabel="serial steps T / C", yscale="log")
+lines = ax.get_lines() + depth.get_lines()
+ax.legend(lines, [line.get_label() for line in lines], loc="upper center")
+ax.set_title("Longer chunks: more work, fewer serial steps (T = 2048, N = D = 64)")
+plt.show()
+
+# %% [markdown]
+# And in seconds, on this machine: the loop against the chunks, forward only.
+
+# %% tags=["nbval-ignore-output"]
+def seconds(scan, case):
+    scan(*case)
+    start = time.perf_counter()
+    scan(*case)
+    return time.perf_counter() - start
+
+
+lengths = [128, 256, 512, 1024]
+cases = [single(random_case(B=1, T=T, H=4, D=32, N=32)) for T in lengths]
+loop = [seconds(ssd_naive_complex, case) * 1e3 for case in cases]
+chunked = [seconds(ssd_complex_chunkwise, case) * 1e3 for case in cases]
+for T, slow, fast in zip(lengths, loop, chunked, strict=True):
+    print(f"T = {T:4d}: loop {slow:6.1f} ms, chunks {fast:5.1f} ms")
+
+# %% [markdown]
+# ## Pitfalls
+# - **Mask before exp**, on the chunk axis too. A finite output with a NaN gradient is
+#   the usual first sign.
+# - **The window between chunks is strictly between.** Test with random steps.
+# - **The diagonal is 1.** An exclusive cumulative sum, or a strict triangle, loses the
+#   token itself.
+# - **Pad the log decay, not `dt`.**
+# - **Raw `dt` never meets the exponential**: softplus first.
+# - **Compare with `ssd_naive_complex(...).real`.** The chunkwise scan returns the real
+#   part; the oracle returns the complex number.
+# - **States are (D, N)** at the border of both functions, head dimension first,
+#   whatever order the loop keeps inside.
+#
+# Each of them is a test in `tests/test_ssd.py` or `tests/test_ssd_traps.py`.
+#
+# The scan is done. Next: [07, a block and a language model](07_block_and_model.ipynb)
+# puts it between a projection and a mixer, and stacks that into a language model.
+
+# %% tags=["nbval-ignore-output"]
+print(f"this notebook ran in {time.perf_counter() - started:.0f} s")
