@@ -26,7 +26,11 @@ import nbformat
 from export import ROOT, Cell, Fault, notebook_paths, read_notebook
 from jupytext.config import JupytextConfiguration, load_jupytext_configuration_file
 from nbclient import NotebookClient
-from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbclient.exceptions import (
+    CellExecutionError,
+    CellTimeoutError,
+    DeadKernelError,
+)
 from nbformat import NotebookNode
 
 PERCENT = {"extension": ".py", "format_name": "percent"}
@@ -54,6 +58,8 @@ VARIES = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
+# The boundary before it keeps the search linear in a long line without spaces.
+CELL_FILE = re.compile(r"""(?<![^\s"'(])[^\s"'(]*/ipykernel_\d+/\d+\.py""")
 MACHINE_PATH = re.compile(
     r"(?<![\w.~>-])/(home|root|Users|tmp|var|opt|usr|mnt|private)/"
 )
@@ -107,16 +113,22 @@ def texts_of(output: NotebookNode) -> list[str]:
 
 
 def sanitize(value: object, places: dict[str, str]) -> object:
-    """`value`, a part of an output, with the paths of this machine replaced."""
+    """`value`, a part of an output, with the paths of this machine replaced.
+
+    Not in pictures: the base64 of a PNG may spell a path by chance.
+    """
     if isinstance(value, str):
-        value = re.sub(r"[^\s\"'(]*/ipykernel_\d+/\d+\.py", "<cell>", value)
+        value = CELL_FILE.sub("<cell>", value)
         for place, name in places.items():
             value = re.sub(rf"{re.escape(place)}(?![\w.-])", name, value)
         return value
     if isinstance(value, list):
         return [sanitize(part, places) for part in value]
     if isinstance(value, dict):
-        return NotebookNode({k: sanitize(part, places) for k, part in value.items()})
+        return NotebookNode(
+            (key, part if key.startswith("image/") else sanitize(part, places))
+            for key, part in value.items()
+        )
     return value
 
 
@@ -298,11 +310,14 @@ def execute(path: Path, root: Path) -> NotebookNode:
     with tempfile.TemporaryDirectory() as profile:
         try:
             client.execute(env=kernel_environment(profile))
-        except (CellControlSignal, DeadKernelError) as error:
-            report = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
-            raise Fault(
-                f"{cells[running[-1]].at()}: the cell failed\n{report}"
-            ) from None
+        except CellExecutionError as error:
+            # The error's own text repeats the cell; its output holds the traceback.
+            lines = notebook.cells[running[-1]].outputs[-1].traceback
+            report = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(lines))
+            place = cells[running[-1]].at()
+            raise Fault(f"{place}: {error.ename}: {error.evalue}\n{report}") from None
+        except (CellTimeoutError, DeadKernelError) as error:
+            raise Fault(f"{cells[running[-1]].at()}: {error}") from None
     places = machine_places(root)
     for cell in normalize(notebook).cells:
         if cell.cell_type == "code":

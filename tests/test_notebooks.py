@@ -1,0 +1,504 @@
+"""tools/notebooks.py: what it stores, and every fault it refuses, planted and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_output
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import notebooks
+
+ROOT = Path(__file__).parents[1]
+
+HEADER = """\
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+"""
+
+EXECUTED = """
+# %% [markdown]
+# # A notebook
+# Everything an execution has to deal with.
+
+# %%
+import os
+import warnings
+
+import matplotlib.pyplot as plt
+
+# %%
+print(os.getcwd(), os.__file__, sep="\\n")
+warnings.warn("a warning names the file of its cell", stacklevel=1)
+
+# %% [markdown]
+# ## Numbers
+
+# %%
+print("sum", 0.5 + 0.25)
+
+# %%
+print("sum", 0.5 + 0.25)
+
+# %% tags=["a-tag"]
+print([hash("seeded"), os.environ["PYTHONHASHSEED"]])
+print("one write")
+print("another", end="")
+
+# %%
+plt.plot([1, 2])
+plt.show()
+"""
+
+
+class Pair:
+    """A repository of one notebook whose .ipynb is made by hand, without a kernel."""
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root, self.capsys = root, capsys
+        self.folder = root / "notebooks"
+        self.folder.mkdir()
+        shutil.copy(ROOT / "notebooks" / "jupytext.toml", self.folder)
+
+    def make(self, *cells: tuple[str, str, list], name: str = "01_a") -> Path:
+        """Cells of (source, tag, outputs) below the heading "Cells"."""
+        text = HEADER + "\n# %% [markdown]\n# # Cells\n"
+        for source, tag, _ in cells:
+            tags = f' tags=["{tag}"]' if tag else ""
+            text += f"\n# %%{tags}\n{source}\n"
+        path = self.folder / f"{name}.py"
+        path.write_text(text)
+        notebook = notebooks.load_source(path)
+        for count, (_, _, outputs) in enumerate(cells, 1):
+            notebook.cells[count].outputs = outputs
+            notebook.cells[count].execution_count = count
+        path.with_suffix(".ipynb").write_text(notebooks.dumps(notebook))
+        return path
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        code = notebooks.main(["--root", str(self.root), *arguments])
+        return code, *self.capsys.readouterr()
+
+    def refusal(self) -> str:
+        """What --check says of a pair it refuses."""
+        code, _, err = self.run("--check")
+        assert code == 1
+        assert "Traceback" not in err
+        return err
+
+
+@pytest.fixture
+def pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pair:
+    return Pair(tmp_path, capsys)
+
+
+def said(text: str) -> list:
+    return [new_output("stream", name="stdout", text=text)]
+
+
+FIGURE = [
+    new_output(
+        "display_data",
+        data={"image/png": "iVBORw0KGgo=", "text/plain": "<Figure with 1 Axes>"},
+    )
+]
+
+
+def edit(path: Path, change) -> None:
+    """Change the .ipynb beside `path` as a dict."""
+    path = path.with_suffix(".ipynb")
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+# --------------------------------------------------------------------- the execution
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The .py of an executed notebook."""
+    folder = tmp_path_factory.mktemp("executed") / "notebooks"
+    folder.mkdir()
+    shutil.copy(ROOT / "notebooks" / "jupytext.toml", folder)
+    path = folder / "01_a.py"
+    path.write_text(HEADER + EXECUTED)
+    assert notebooks.main(["--root", str(folder.parent)]) == 0
+    return path
+
+
+@pytest.fixture
+def stored(executed: Path) -> nbformat.NotebookNode:
+    return nbformat.read(executed.with_suffix(".ipynb"), as_version=4)
+
+
+def test_an_executed_notebook_passes_its_check(executed, stored):
+    nbformat.validate(stored)
+    assert notebooks.main(["--root", str(executed.parent.parent), "--check"]) == 0
+
+
+def test_a_second_execution_writes_the_same_bytes(executed):
+    before = executed.with_suffix(".ipynb").read_bytes()
+    assert notebooks.main(["--root", str(executed.parent.parent), "--force"]) == 0
+    assert executed.with_suffix(".ipynb").read_bytes() == before
+
+
+def test_an_unchanged_notebook_is_not_executed(executed, capsys):
+    before = executed.with_suffix(".ipynb").stat().st_mtime_ns
+    assert notebooks.main(["--root", str(executed.parent.parent)]) == 0
+    assert "01_a: unchanged" in capsys.readouterr().out
+    assert executed.with_suffix(".ipynb").stat().st_mtime_ns == before
+
+
+def test_only_kernelspec_and_tags_are_stored_as_metadata(stored):
+    assert stored.metadata == {"kernelspec": notebooks.KERNELSPEC}
+    assert [cell.metadata for cell in stored.cells if cell.metadata] == [
+        {"tags": ["a-tag"]}
+    ]
+
+
+def test_ids_come_from_sources_and_equal_cells_count(stored):
+    first, second = (
+        cell.id for cell in stored.cells if cell.source[:11] == 'print("sum"'
+    )
+    assert second == f"{first}-2"
+    assert len({cell.id for cell in stored.cells}) == len(stored.cells)
+
+
+def test_paths_of_this_machine_are_replaced(executed, stored):
+    where, warning = stored.cells[2].outputs
+    module = os.__file__.removeprefix(sys.base_prefix)
+    assert where.text == f"<repo>/notebooks\n<python>{module}\n"
+    assert warning.text.startswith("<cell>:2: UserWarning: a warning names")
+    text = executed.with_suffix(".ipynb").read_text()
+    for place in (executed.parent.parent, Path.home(), sys.prefix):
+        assert f"{place}/" not in text
+
+
+def test_the_hash_seed_is_fixed_and_one_stream_is_one_output(stored):
+    (output,) = stored.cells[6].outputs
+    expected = subprocess.run(
+        [sys.executable, "-c", "print(hash('seeded'))"],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seed = int(expected.stdout)
+    assert output.text == f"[{seed}, '0']\none write\nanother"
+
+
+def test_figures_are_drawn_inline_whatever_the_backend_outside(stored):
+    (output,) = stored.cells[7].outputs
+    assert output.data.keys() == {"image/png", "text/plain"}
+
+
+def test_the_interpreter_is_on_without_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    environment = notebooks.kernel_environment(str(tmp_path))
+    assert environment["TRITON_INTERPRET"] == "1"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "TRITON_INTERPRET" not in notebooks.kernel_environment(str(tmp_path))
+
+
+def nbval(path: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("--nbval", "--nbval-current-env", "--nbval-cell-timeout", "120"),
+            *("--nbval-sanitize-with", str(ROOT / "notebooks" / "nbval.cfg")),
+            path.name,
+        ],
+        cwd=path.parent,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_nbval_accepts_the_notebook_and_refuses_one_changed_number(executed, tmp_path):
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    path = Path(shutil.copy(executed.with_suffix(".ipynb"), folder))
+    true = nbval(path)
+    assert true.returncode == 0, true.stdout
+    text = path.read_text()
+    assert text.count('"sum 0.75\\n"') == 2
+    path.write_text(text.replace('"sum 0.75\\n"', '"sum 0.74\\n"', 1))
+    false = nbval(path)
+    assert false.returncode == 1
+    assert "1 failed" in false.stdout
+    assert "sum 0.74" in false.stdout
+
+
+def test_a_failing_cell_is_named_and_nothing_is_written(pair):
+    path = pair.make(("X = 1", "", []), ("def f():\n    assert X == 2, 'no'", "", []))
+    path.write_text(path.read_text() + "\n# %% [markdown]\n# ## Fails\n\n# %%\nf()\n")
+    before = path.with_suffix(".ipynb").read_bytes()
+    code, out, err = pair.run()
+    assert code == 1
+    assert 'notebooks/01_a.py:23 ("Fails"): AssertionError: no\n' in err
+    assert "assert X == 2" in err, "the traceback"
+    assert "\x1b" not in err
+    assert "01_a: running" in out
+    assert path.with_suffix(".ipynb").read_bytes() == before
+
+
+def test_a_notebook_is_chosen_by_number_or_name(pair):
+    pair.make(("X = 1", "", []), name="01_a")
+    pair.make(("X = 1", "", []), name="02_b")
+    paths = notebooks.notebook_paths(pair.root)
+    assert [p.stem for p in notebooks.select(paths, ["02"])] == ["02_b"]
+    assert [p.stem for p in notebooks.select(paths, ["notebooks/01_a.py"])] == ["01_a"]
+    code, _, err = pair.run("03")
+    assert code == 2
+    assert err == "03: no such notebook (there are 01_a, 02_b)\n"
+
+
+# ------------------------------------------------------------------------ the checks
+
+
+def test_a_pair_in_order_passes(pair):
+    pair.make(("print(1)", "", said("1\n")))
+    assert pair.run("--check")[0] == 0
+
+
+def test_a_stale_notebook_is_shown_as_a_diff(pair):
+    path = pair.make(("print(1)", "", said("1\n")))
+    path.write_text(path.read_text().replace("print(1)", "print(2)"))
+    said_of_it = pair.refusal()
+    assert "notebooks/01_a.ipynb: stale; run `make notebooks`" in said_of_it
+    assert "\n-print(1)\n+print(2)" in said_of_it
+
+
+def test_a_changed_tag_is_stale(pair):
+    path = pair.make(("print(1)", "", said("1\n")))
+    path.write_text(path.read_text().replace("# %%\n", '# %% tags=["export"]\n'))
+    assert "\n-# %% [code] \n+# %% [code] export" in pair.refusal()
+
+
+def test_file_times_decide_nothing(pair):
+    path = pair.make(("print(1)", "", said("1\n")))
+    os.utime(path, (2e9, 2e9))
+    assert pair.run("--check")[0] == 0
+    path.write_text(path.read_text().replace("print(1)", "print(2)"))
+    os.utime(path, (1e9, 1e9))
+    assert "stale" in pair.refusal()
+
+
+def test_a_missing_half_is_named(pair):
+    path = pair.make(("print(1)", "", said("1\n")))
+    path.rename(path.with_name("02_b.py"))
+    said_of_it = pair.refusal()
+    assert "notebooks/02_b.ipynb: missing" in said_of_it
+    assert "notebooks/01_a.ipynb: has no .py beside it" in said_of_it
+
+
+def set_id(content):
+    content["cells"][1]["id"] = "0123abcd"
+
+
+def set_timing(content):
+    content["cells"][1]["metadata"]["execution"] = {"iopub.status.idle": "12:00"}
+
+
+def set_language(content):
+    content["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
+
+
+def drop_outputs(content):
+    content["cells"][1].update(outputs=[], execution_count=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (set_id, 'the id of notebooks/01_a.py:13 ("Cells") is not its own'),
+        (
+            set_timing,
+            "notebooks/01_a.py:13 (\"Cells\") has 'execution' in its metadata",
+        ),
+        (set_language, "its metadata is not the kernelspec alone"),
+        (drop_outputs, 'notebooks/01_a.py:13 ("Cells") was not executed in order'),
+    ],
+)
+def test_a_notebook_that_something_else_wrote_is_named(pair, change, complaint):
+    edit(pair.make(("print(1)", "", said("1\n"))), change)
+    said_of_it = pair.refusal()
+    assert f"01_a.ipynb: not written by tools/notebooks.py: {complaint}" in said_of_it
+
+
+@pytest.mark.parametrize("path", ["/home/me/runs/a", "/tmp/tmpab1_", "/root/.cache"])
+def test_a_path_of_a_machine_is_named(pair, path):
+    pair.make((f"save({path!r})", "", said(f"first\nsaved {path}/x\n")))
+    expected = (
+        f'01_a.py:13 ("Cells"): a path of this machine in the output: saved {path}/x'
+    )
+    assert expected in pair.refusal()
+
+
+IGNORE = "nbval-ignore-output"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kind"),
+    [
+        (FIGURE, "figures only"),
+        (FIGURE + FIGURE, "figures only"),
+        (said("loss 2.31, T = 64, 640x480\n"), "deterministic text"),
+        (said("largest error 1.2e-07\n") + FIGURE, "deterministic text"),
+        ([], "empty"),
+    ],
+)
+def test_an_output_that_nbval_could_compare_is_not_ignored(pair, outputs, kind):
+    pair.make(("show()", IGNORE, outputs))
+    assert (
+        f'notebooks/01_a.py:13 ("Cells"): tagged {IGNORE}, but its output is {kind}'
+    ) in pair.refusal()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["took 3.1 s", "12 ms", "41,000 tokens/s", "torch 2.13.0", "on cpu", "peak 312 MB"],
+)
+def test_times_versions_and_devices_may_be_ignored(pair, text):
+    pair.make(("show()", IGNORE, said(text)))
+    assert pair.run("--check")[0] == 0
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("01_a", 4), ("08_training", 10)])
+def test_ignored_cells_are_few(pair, name, allowed):
+    cells = [(f"show({i})", IGNORE, said(f"{i} s")) for i in range(allowed)]
+    pair.make(*cells, name=name)
+    assert pair.run("--check")[0] == 0
+    pair.make(*cells, ("show()", IGNORE, said("1 s")), name=name)
+    assert (
+        f"notebooks/{name}.py: {allowed + 1} cells are tagged {IGNORE}, "
+        f"at most {allowed} may be: lines 13, 16"
+    ) in pair.refusal()
+
+
+def test_a_large_notebook_is_named_with_its_largest_output(pair):
+    pair.make(("A = 1", "", said("x" * 90_000)), ("B = 2", "", said("x" * 305_000)))
+    assert pair.run("--check")[0] == 0
+    pair.make(("A = 1", "", said("x" * 100_000)), ("B = 2", "", said("x" * 305_000)))
+    assert (
+        "notebooks/01_a.ipynb: 406 kB, at most 400; the largest output, 305 kB, is "
+        'that of notebooks/01_a.py:16 ("Cells")'
+    ) in pair.refusal()
+
+
+def test_a_large_notebook_is_not_written(pair):
+    path = pair.make(("print('x')", "", said("x\n")))
+    path.write_text(path.read_text().replace("'x'", "('x' * 99 + '\\n') * 4_000"))
+    before = path.with_suffix(".ipynb").read_bytes()
+    code, _, err = pair.run()
+    assert code == 1
+    assert "the largest output, 404 kB" in err
+    assert path.with_suffix(".ipynb").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(HEADER, ""), ("# %%\n", "#%%\n"), ("(ipykernel)", "(my-venv)")],
+)
+def test_a_source_that_jupyterlab_would_rewrite_is_shown_as_a_diff(pair, old, new):
+    path = pair.make(("print(1)", "", said("1\n")))
+    path.write_text(path.read_text().replace(old, new))
+    refusal = pair.refusal()
+    assert "01_a.py: saving it in JupyterLab would change more than an edit" in refusal
+    assert f"\n+{old.splitlines()[0]}" in refusal or "\n+#     display_name" in refusal
+
+
+# ------------------------------------------------------------------------ JupyterLab
+
+
+@pytest.fixture
+def lab(tmp_path: Path):
+    """The contents API of a real JupyterLab on a copy of one committed pair."""
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    for name in ("02_naive_scan.py", "02_naive_scan.ipynb", "jupytext.toml"):
+        shutil.copy(ROOT / "notebooks" / name, folder)
+    os.utime(folder / "02_naive_scan.py", (1e9, 1e9))  # as old as a clone may make it
+    token, log = secrets.token_hex(), tmp_path / "log"
+    with log.open("w") as stream:
+        server = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jupyter", "lab", "--no-browser"),
+                *("--allow-root", "--ip=127.0.0.1", "--port=0"),
+                f"--ServerApp.root_dir={folder}",
+                f"--IdentityProvider.token={token}",
+                "--LanguageServerManager.autodetect=False",
+            ],
+            env={**os.environ, "HOME": str(tmp_path)},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield folder, lambda *a, **k: request(log, server, token, *a, **k)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(10)
+
+
+def request(log: Path, server: subprocess.Popen, token: str, path: str, body=None):
+    """Ask the server, once it listens, for a file; put `body` there if given."""
+    for _ in range(600):
+        assert server.poll() is None, log.read_text()
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)/lab", log.read_text()):
+            message = urllib.request.Request(
+                f"http://127.0.0.1:{found[1]}/api/contents/{path}",
+                data=body and json.dumps(body).encode(),
+                method="PUT" if body else "GET",
+                headers={"Authorization": f"token {token}"},
+            )
+            try:
+                return json.load(urllib.request.urlopen(message, timeout=20))
+            except urllib.error.HTTPError as error:
+                pytest.fail(error.read().decode())
+            except urllib.error.URLError:
+                pass  # printed its address, does not listen yet
+        time.sleep(0.1)
+    pytest.fail(f"JupyterLab did not start:\n{log.read_text()}")
+
+
+def test_a_save_in_jupyterlab_carries_the_edit_and_nothing_else(lab, capsys):
+    folder, contents = lab
+    source = folder / "02_naive_scan.py"
+    before = source.read_text()
+    model = contents("02_naive_scan.ipynb")["content"]
+    cell = [c for c in model["cells"] if c["cell_type"] == "markdown"][1]
+    first_line = cell["source"].split("\n")[0]
+    cell["source"] = cell["source"].replace(first_line, f"{first_line}, edited", 1)
+    # What the browser adds when a kernel has run.
+    model["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
+    for other in model["cells"]:
+        other["metadata"]["trusted"] = True
+    body = {"type": "notebook", "format": "json", "content": model}
+    contents("02_naive_scan.ipynb", body)
+    expected = before.replace(f"# {first_line}\n", f"# {first_line}, edited\n", 1)
+    assert expected != before
+    assert source.read_text() == expected
+    assert notebooks.main(["--root", str(folder.parent), "--check"]) == 1
+    assert "not written by tools/notebooks.py" in capsys.readouterr().err
