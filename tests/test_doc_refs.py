@@ -29,6 +29,7 @@ from markdown import Markdown
 from typer.main import get_command
 
 from mamba3lite.cli import app
+from mamba3lite.training.config import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 _spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools/site.py")
@@ -424,6 +425,47 @@ def test_a_command_that_does_not_exist_is_named(tree, text, complaint):
     faults = command_faults({"p.md": text}, tree)
     assert bool(faults) == bool(complaint)
     assert complaint is None or complaint in faults[0]
+
+
+# ---------------------------------------------------------------- settings
+
+SETTINGS_PAGES = {
+    "model": ("references/model-reference.md", "## Configuration"),
+    "training": ("references/training-reference.md", "### training"),
+    "data": ("references/training-reference.md", "### data"),
+}
+
+
+def setting_faults(pages: Pages, sections: dict[str, tuple[str, ...]]) -> list[str]:
+    """Settings that their table leaves out, and rows of settings that do not exist."""
+    faults = []
+    for section, (page, heading) in SETTINGS_PAGES.items():
+        part = re.split(r"\n#+ ", pages[page].partition(f"\n{heading}\n")[2])[0]
+        rows = re.findall(r"^\| (`[^|]*) \|", part, re.MULTILINE)
+        named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+        left_out = [name for name in sections[section] if name not in named]
+        invented = sorted(named - set(sections[section]))
+        faults += [f"{section}.{name} is in no row" for name in left_out]
+        faults += [f"{section}.{name} does not exist" for name in invented]
+    return faults
+
+
+def test_every_setting_has_its_row_and_every_row_its_setting():
+    assert setting_faults(all_pages(), SECTIONS) == []
+
+
+def test_a_setting_left_out_or_invented_is_named():
+    pages = {
+        "references/model-reference.md": "\n## Configuration\n| `width` | 3 |\n## Next",
+        "references/training-reference.md": "\n### training\n| `lr`, `lrr` | 1 |\n"
+        "### data\n| key |\n|---|\n| a `source` | |\n",
+    }
+    sections = {"model": ("width",), "training": ("lr", "seed"), "data": ("source",)}
+    assert setting_faults(pages, sections) == [
+        "training.seed is in no row",
+        "training.lrr does not exist",
+        "data.source is in no row",
+    ]
 
 
 # ---------------------------------------------------------------- measured

@@ -111,6 +111,25 @@ def test_outputs_follow_their_cell_and_figures_come_back_as_bytes(tmp_path):
     assert page.index("print(1)") < page.index("one ```") < page.index("figure_01")
 
 
+@pytest.mark.parametrize(
+    "source, alt",
+    [
+        ('fig.suptitle("All")\nax.set_title(f"For {n} steps")', "All. For  steps"),
+        ('ax.set(xlabel="t", title="It falls")', "It falls"),
+        ('titles = ["real", "complex"]\nax.set_title(titles[0])', "real. complex"),
+        ("ax.plot(x)", "The heading above"),
+    ],
+)
+def test_alt_text_is_what_the_titles_of_the_figure_say(tmp_path, source, alt):
+    figure = shown(image_png=base64.b64encode(PNG).decode())
+    cells = [
+        markdown_cell("## The heading above"),
+        code_cell(source, outputs=(figure,)),
+    ]
+    page, _ = site.notebook_page(write_notebook(tmp_path, "01_a", TITLE, *cells))
+    assert f"![{' '.join(alt.split())}](" in page
+
+
 def test_page_offers_the_download_and_the_line_that_opens_it(tmp_path):
     page, _ = site.notebook_page(write_notebook(tmp_path, "01_a", TITLE))
     assert page.startswith("# A title\n")

@@ -273,6 +273,7 @@ class SiteMarkdown(Extension):
 
 # ---------------------------------------------------------------- notebooks
 
+TITLE_CALLS = {"set_title", "title", "suptitle"}
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -374,17 +375,20 @@ def _figure_titles(source: str) -> str:
     titles = []
     python = re.sub(r"^[%!].*$", "", source, flags=re.MULTILINE)
     for node in ast.walk(ast.parse(python)):
-        if isinstance(node, ast.Call) and node.args:
+        if isinstance(node, ast.Call):
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if called in {"set_title", "title", "suptitle"}:
-                titles.append((node.lineno, _constant_text(node.args[0])))
+            given = node.args[:1] if called in TITLE_CALLS else []
+            given += [word.value for word in node.keywords if word.arg == "title"]
+            titles += [(node.lineno, _constant_text(value)) for value in given]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "titles":
+            titles.append((node.lineno, _constant_text(node.value, ". ")))
     text = ". ".join(text for _, text in sorted(titles) if text)
     return re.sub(r"\s+", " ", text.replace("$", "").replace("\\", ""))
 
 
-def _constant_text(node: ast.expr) -> str:
+def _constant_text(node: ast.expr, between: str = "") -> str:
     pieces = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-    return "".join(piece for piece in pieces if isinstance(piece, str))
+    return between.join(piece for piece in pieces if isinstance(piece, str))
 
 
 def _output(
