@@ -1,4 +1,4 @@
-"""grad_checkpoint: each block runs again in the backward pass, and nothing else changes.
+"""grad_checkpoint: each block runs again in the backward pass, nothing else changes.
 
 The count of scans tells whether a block ran again; equality is in every bit, since the
 second run repeats the first.

@@ -700,15 +700,19 @@ def test_any_other_failure_of_the_scan_is_not_hidden(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["pytorch", "triton"])
 @pytest.mark.filterwarnings("ignore")
-def test_the_compiled_model_is_one_graph_with_the_same_loss(dispatch):
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [("aot_eager", {"ssd_dispatch": "triton"}), ("inductor", {"n_layers": 1})],
+)
+def test_the_compiled_model_is_one_graph_with_the_same_loss(backend, changes):
     """fullgraph: no break, neither at a check nor at the one warning of a fallback."""
-    model, tokens = random_model(ssd_dispatch=dispatch), random_tokens()
+    model, tokens = random_model(**changes), random_tokens(16)
     targets, ids = masked_targets(tokens), (tokens > 20).cumsum(1)
     expected = model(tokens, targets, ids)
     torch._dynamo.reset()
-    loss = torch.compile(model, fullgraph=True)(tokens, targets, ids)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    loss = compiled(tokens, targets, ids)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     pairs = zip(gradients(model, loss), gradients(model, expected), strict=True)
     for got, wanted in pairs:
