@@ -39,17 +39,19 @@ def discretise_zoh(
 
     Returns:
         `(abar, bbar_factor)` with abar = exp(A delta) and
-        bbar_factor = (exp(A delta) - 1) / A, which tends to delta as A tends to 0.
+        bbar_factor = (exp(A delta) - 1) / A, which tends to delta as A tends to 0;
+        values and gradients are accurate there too.
         Stable for every delta when Re(A) < 0.
 
     Source: notebook 01, "Three rules".
     """
     z = A * delta
-    at_zero = A == 0
-    # expm1 keeps the digits that exp(z) - 1 cancels for a small step.
-    bbar_factor = torch.expm1(z) / torch.where(at_zero, 1, A)
-    # At A = 0 this is delta; the term in z is there for its slope, delta^2 / 2.
-    return z.exp(), torch.where(at_zero, delta * (1 + z / 2), bbar_factor)
+    small = z.abs() < 1e-2
+    # The quotient has no value at 0, and near 0 its gradient is the difference of two
+    # huge numbers. The inner where keeps the branch that is not taken finite.
+    quotient = torch.expm1(z) / torch.where(small, 1, z)
+    series = 1 + z / 2 * (1 + z / 3 * (1 + z / 4 * (1 + z / 5 * (1 + z / 6))))
+    return z.exp(), delta * torch.where(small, series, quotient)
 
 
 def discretise_euler(
@@ -96,11 +98,11 @@ def _discretise(
         dt: raw step parameter, any real number; softplus makes it positive.
         A: one complex decay rate per head, Re(A) < 0.
 
-    Returns: abar, complex; |abar| < 1.
+    Returns: abar, complex; |abar| < 1, or 1 where the step is too small to count.
 
     Source: notebook 01, "Where dt enters".
     """
-    return torch.exp(F.softplus(dt).unsqueeze(-1) * A.unsqueeze(-1)).squeeze(-1)
+    return torch.exp(F.softplus(dt) * A)
 
 
 # %% notebooks/02_naive_scan.py#what-the-scan-accepts
