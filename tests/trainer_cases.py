@@ -30,7 +30,7 @@ TRAINING = {
     "total_steps": 8,
     "warmup_steps": 2,
     "lr": 1e-2,
-    "eval_interval": 4,
+    "eval_interval": 100,
     "eval_windows": 3,
     "sample_interval": 100,
     "save_interval": 3,
@@ -80,7 +80,9 @@ def write_config(path: Path, prepared: Path, run_dir: Path, **training) -> Path:
 def new_run(config: RunConfig, kind: type[Pretrainer] = Pretrainer) -> Pretrainer:
     """A run that has not begun."""
     display = Display(config.total_steps)
-    return kind(config, Path(config.data.train_data_path), display)
+    run = kind(config, Path(config.data.train_data_path), display)
+    run.sample_tokens = run.final_sample_tokens = 5
+    return run
 
 
 class StopsAfter(Pretrainer):

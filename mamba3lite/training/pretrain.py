@@ -97,8 +97,6 @@ __all__ = [
     "train_step",
 ]
 
-SAMPLE_TOKENS = 200
-FINAL_SAMPLE_TOKENS = 400
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -236,6 +234,9 @@ class Pretrainer:
     Raises: DataError, RunError or ConfigError when data and model do not fit.
     """
 
+    sample_tokens = 200
+    final_sample_tokens = 400
+
     def __init__(self, config: RunConfig, data_folder: Path, display: Display):
         self.config, self.display = config, display
         self.data_folder = data_folder
@@ -323,7 +324,7 @@ class Pretrainer:
             if not last and self.step % training.eval_interval == 0:
                 self.log_evaluation()
             if not last and self.step % training.sample_interval == 0:
-                self.write_sample(SAMPLE_TOKENS)
+                self.write_sample(self.sample_tokens)
             if self.step % training.save_interval == 0:
                 self.save()
         self.save()
@@ -557,7 +558,7 @@ class Pretrainer:
             return False
         row["zlib_bpb"] = zlib_bits_per_byte(self.val_data.text_bytes())
         row["time"] = self.elapsed_s
-        text = self.write_sample(FINAL_SAMPLE_TOKENS)
+        text = self.write_sample(self.final_sample_tokens)
         if text is None:
             return False
         self.metrics.append(row | {"val_windows": "all"})

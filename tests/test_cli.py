@@ -1,0 +1,256 @@
+"""The command line: every command, its output, and one line for each mistake."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainer_cases import prepare_corpus, write_config, write_corpus
+from typer.testing import CliRunner
+
+import mamba3lite
+from mamba3lite.cli import app
+from mamba3lite.training.checkpoint import list_checkpoints
+from mamba3lite.training.metrics import read_metrics
+from mamba3lite.training.pretrain import Pretrainer, main
+
+PNG = b"\x89PNG\r\n"
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch):
+    monkeypatch.setattr(Pretrainer, "final_sample_tokens", 12)
+
+
+@pytest.fixture(scope="module")
+def finished(prepared, tmp_path_factory):
+    """A finished run: its configuration file, run folder and output."""
+    base = tmp_path_factory.mktemp("finished")
+    config = write_config(base / "a.yaml", prepared, base / "run", eval_interval=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pretrainer, "final_sample_tokens", 12)
+        result = invoke("train", "--config", config)
+    assert result.exit_code == 0, result.output
+    return config, base / "run", result.stdout
+
+
+def test_help_and_version_do_not_wait_for_torch():
+    script = (
+        "import sys, mamba3lite.cli; "
+        "heavy = {'torch', 'matplotlib', 'numpy', 'pydantic'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert invoke("--version").stdout == f"mamba3lite {mamba3lite.__version__}\n"
+    for command in ("train", "prepare", "info", "plot", "generate"):
+        assert invoke(command, "--help").exit_code == 0
+
+
+# --------------------------------------------------------------------------------------
+# train
+
+
+def test_train_says_where_everything_is(finished):
+    _, run, out = finished
+    final = read_metrics(run / "metrics.jsonl")[-1]
+    assert f"{final['val_bpb']:.4f} bits per byte over all of it" in out
+    assert f"(zlib -9: {final['zlib_bpb']:.4f} on the same text)" in out
+    assert "trained on   1,024 tokens" in out
+    assert "peak memory  " in out
+    assert (run / "curves.png").read_bytes().startswith(PNG)
+    sample = (run / "samples.txt").read_text().split("empty prompt =====\n")[1]
+    assert f"Sample of seed 0, from the empty prompt:\n{sample}" in out
+    for name in ("curves.png", "samples.txt", "checkpoints"):
+        assert str(run / name) in out
+    assert "seed: 0" in (run / "config.yaml").read_text()
+    names = [path.name for path in list_checkpoints(run / "checkpoints")]
+    assert names == ["step_00000006", "step_00000008"]
+
+
+def test_train_again_says_that_it_is_finished(finished):
+    config, run, _ = finished
+    result = invoke("train", "--config", config)
+    assert result.exit_code == 0
+    assert f"{run}: this run is already finished" in result.stdout
+    assert f"checkpoints  {run / 'checkpoints'}" in result.stdout
+
+
+def test_a_dry_run_takes_a_step_and_writes_nothing(prepared, tmp_path):
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    result = invoke("train", "--config", config, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "one step: loss 5." in result.stdout
+    assert "activations (rough)" in result.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_of_a_run_in_progress_leaves_it_alone(finished):
+    config, run, _ = finished
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    assert invoke("train", "--config", config, "--dry-run").exit_code == 0
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+
+
+def test_a_source_is_prepared_first_and_kept_on_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "texts")
+    config = write_config(tmp_path / "a.yaml", Path("unused"), Path("run"))
+    train = ["train", "--config", config, "--set", "data.source=texts"]
+    train += ["--set", "data.val_fraction=0.2", "--set", "training.total_steps=2"]
+    dry = invoke(*train, "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert not (tmp_path / "data").exists() and not (tmp_path / "run").exists()
+    assert invoke(*train).exit_code == 0
+    index = (tmp_path / "data" / "texts-byte-val0.2" / "index.json").read_bytes()
+    (tmp_path / "texts" / "new.txt").write_text("one more document")
+    again = invoke(*train, "--set", "training.total_steps=4")
+    assert again.exit_code == 0, again.output
+    assert "as before" in again.stdout and "Continuing from" in again.stdout
+    assert (tmp_path / "data/texts-byte-val0.2/index.json").read_bytes() == index
+
+
+def test_the_plain_script_door_is_the_same_code(prepared, finished, tmp_path):
+    _, run, _ = finished
+    config = write_config(tmp_path / "a.yaml", Path("/nowhere"), Path("unused"))
+    arguments = ["--config", str(config), "--data-path", str(prepared)]
+    arguments += ["--checkpoint-dir", str(tmp_path / "run"), "--no-compile"]
+    arguments += ["--no-grad-checkpoint", "--resume", "never"]
+    assert main(arguments) == 0
+    newest = "checkpoints/step_00000008/model.safetensors"
+    assert (tmp_path / "run" / newest).read_bytes() == (run / newest).read_bytes()
+
+
+MISTAKES = [
+    (["--set", "training.learning_rate=1"],
+     "--set: training.learning_rate is not a setting; did you mean training.lr? "),
+    (["--set", "data.train_data_path=/does/not/exist"],
+     "data.train_data_path: /does/not/exist does not exist; `mamba3lite prepare"),
+    (["--set", "data.source=/does/not/exist"], None),
+    (["--set", "model.vocab_size=300"],
+     "model.vocab_size: got 300, should be 257, the vocabulary of "),
+    (["--set", "data.train_data_path=null", "--set", "data.tokenizer=gpt2"],
+     "data.tokenizer: this version prepares byte only; set data.train_data_path to a "),
+    (["--set", "model.max_seq_len=1000000"], None),
+    (["--resume", "must"], "--resume must: "),
+    (["--resume", "7"], "--resume 7: "),
+    (["--resume", "sometimes"], "--resume sometimes: "),
+    (["--config", "nosuch"], "--config nosuch: no such file, nor a shipped "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "line"), MISTAKES)
+def test_a_mistake_is_one_line_and_exit_2(
+    prepared, tmp_path, monkeypatch, arguments, line
+):
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    result = invoke("train", "--config", config, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"mamba3lite train: {line or ''}")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_an_output_path_that_is_a_file_is_one_line(prepared, tmp_path):
+    (tmp_path / "run").write_text("in the way")
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    result = invoke("train", "--config", config)
+    assert result.exit_code == 1
+    assert result.stderr == f"mamba3lite train: {tmp_path / 'run'}: File exists\n"
+
+
+# --------------------------------------------------------------------------------------
+# The other commands
+
+
+def test_info_counts_the_large_model_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("info", "--config", "pretrain_434m")
+    assert result.exit_code == 0, result.output
+    rows = {line.split("  ")[1]: line.split()[-1] for line in result.stdout.splitlines()
+            if line.startswith("  ")}  # fmt: skip
+    assert rows["embed"] == "51,463,168"
+    assert rows["layers x in_proj"] == "147,259,392"
+    assert "433,662,400" in result.stdout
+    assert "tokens per step  65,536 = 16 rows x 2 accumulated x 2048" in result.stdout
+    assert "steps            122,071" in result.stdout
+    assert result.stdout.count("derived") == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plot_overlays_runs(finished, tmp_path):
+    _, run, _ = finished
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    out = tmp_path / "both.png"
+    result = invoke("plot", run, other, "--out", out)
+    assert result.exit_code == 0 and result.stdout == f"{out}\n"
+    assert out.read_bytes().startswith(PNG)
+    result = invoke("plot", tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == f"mamba3lite plot: {tmp_path}: no metrics.jsonl here\n"
+
+
+def test_prepare_counts_what_it_wrote(tmp_path):
+    source = write_corpus(tmp_path / "text")
+    out = tmp_path / "tokens"
+    result = invoke("prepare", "--source", source, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "train: " in result.stdout and f"prepared in {out}" in result.stdout
+    result = invoke("prepare", "--source", tmp_path / "none", "--out", out)
+    assert result.exit_code == 2 and result.stderr.startswith("mamba3lite prepare: ")
+    arguments = ["--source", source, "--out", out, "--tokenizer", "gpt2"]
+    result = invoke("prepare", *arguments)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+
+
+def test_generate_continues_a_prompt(finished):
+    _, run, _ = finished
+    arguments = ["generate", "--checkpoint", run, "--max-new-tokens", 8, "--seed", 1]
+    first = invoke(*arguments, "--prompt", "def é")
+    assert first.exit_code == 0, first.output
+    assert first.stdout.startswith("def é")
+    assert invoke(*arguments, "--prompt", "def é").stdout == first.stdout
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    same = invoke(
+        "generate", "--checkpoint", newest, *arguments[3:], "--prompt", "def é"
+    )
+    assert same.stdout == first.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--top-p", "2"], "top_p: got 2.0, should be above 0 and at most 1\n"),
+        (["--checkpoint", "/nowhere"], "/nowhere: no such folder\n"),
+        (["--checkpoint", "/"], "/: no checkpoint here; wants a step_... folder, "),
+    ],
+)
+def test_generate_mistakes_are_one_line(finished, arguments, line):
+    _, run, _ = finished
+    result = invoke("generate", "--checkpoint", run, *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"mamba3lite generate: {line}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_generate_refuses_a_damaged_checkpoint(finished, tmp_path):
+    _, run, _ = finished
+    bad = tmp_path / "step_00000008"
+    shutil.copytree(run / "checkpoints" / "step_00000008", bad)
+    (bad / "model.safetensors").write_bytes(b"")
+    result = invoke("generate", "--checkpoint", bad)
+    assert result.exit_code == 2
+    assert "model.safetensors has 0 bytes, the manifest says" in result.stderr
