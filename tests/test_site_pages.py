@@ -183,6 +183,8 @@ def test_what_cannot_become_a_page_is_refused_by_name(tmp_path, cells, complaint
         (r"\ln 2", ["<mi>ln</mi><mspace"]),
         (r"\left| \frac{1+z/2}{1-z/2} \right|", ["<mfrac>", "|"]),
         (r"\mathbb{C}^{N \times D}", ["ℂ", "×"]),
+        (r"2 \ln 2", ["</mn><mspace", "<mi>ln</mi><mspace"]),
+        (r"h'(t)", ["<mrow><mi>h</mi><mo ", ">′</mo></mrow>"]),
         (r"A = -1", ['form="prefix"']),
         (r"\lVert x \rVert", ['stretchy="false"', "‖"]),
     ],

@@ -73,34 +73,56 @@ def mathml(latex: str, display: str = "inline") -> str:
 
 
 def _set_operators(root: ElementTree.Element) -> None:
-    """Give relations and fences operator spacing, and `ln 2` its thin space."""
-    for element in root.iter("mi"):
+    """Give every symbol the role, and with it the spacing, that LaTeX gives it."""
+    for element in root.iter():
         text = element.text or ""
-        if len(text) == 1 and unicodedata.category(text) in {"Sm", "Ps", "Pe"}:
-            element.tag = "mi" if text == "∞" else "mo"
-        elif len(text) == 1 and "Α" <= text <= "Ω":
-            element.set("mathvariant", "normal")  # as in LaTeX: capitals stand upright
-    for element in root.iter("mo"):
-        if element.text == "∞":
-            element.tag = "mi"
-        elif element.text == "/":
-            element.attrib |= {"lspace": "0.1em", "rspace": "0.1em"}
-        elif element.text in {"|", "‖"} and "form" not in element.attrib:
-            element.attrib |= {"stretchy": "false", "lspace": "0", "rspace": "0"}
-        if len(element.text or "") > 1 and element.text.isalpha():
-            element.tag = "mi"  # \operatorname
-    for parent in list(root.iter("mrow")) + list(root.iter("mtd")):
-        for before, sign in pairwise(parent):
-            opens = before.tag == "mo" and before.text not in {")", "]", "|", "⊤"}
-            if opens and sign.tag == "mo" and sign.text in {"−", "+", "±"}:
-                sign.set("form", "prefix")  # as in x = -1, which is no difference
-        for index in reversed(range(len(parent) - 1)):
-            name, after = parent[index], parent[index + 1]
-            while name.tag in {"msub", "msup", "msubsup", "munder"}:
-                name = name[0]
-            is_word = name.tag == "mi" and len(name.text or "") > 1
-            if is_word and after.tag not in {"mo", "mspace"}:
-                parent.insert(index + 1, ElementTree.Element("mspace", width="0.167em"))
+        if element.tag == "msup" and set(element[1].text or "-") <= {"′", "″"}:
+            element.tag = "mrow"  # the sign is raised already
+            element[1].tag = "mo"
+            element[1].attrib |= {"lspace": "0", "rspace": "0"}
+        elif element.tag == "mi" and len(text) == 1:
+            if "Α" <= text <= "Ω":
+                element.set("mathvariant", "normal")  # LaTeX's capitals stand upright
+            elif text != "∞" and unicodedata.category(text) in {"Sm", "Ps", "Pe"}:
+                element.tag = "mo"
+        elif element.tag == "mo":
+            _set_operator(element, text)
+    for row in [*root.iter("mrow"), *root.iter("mtd")]:
+        _set_signs(row)
+        _set_words(row)
+
+
+def _set_operator(element: ElementTree.Element, text: str) -> None:
+    if text == "∞" or (len(text) > 1 and text.isalpha()):
+        element.tag = "mi"  # a number, or \operatorname
+    elif text == "/":
+        element.attrib |= {"lspace": "0.1em", "rspace": "0.1em"}
+    elif text in {"|", "‖"} and "form" not in element.attrib:
+        element.attrib |= {"stretchy": "false", "lspace": "0", "rspace": "0"}
+
+
+def _set_signs(row: ElementTree.Element) -> None:
+    """The minus of x = -1 is no difference."""
+    for before, sign in pairwise(row):
+        opens = before.tag == "mo" and before.text not in {")", "]", "|", "⊤"}
+        if opens and sign.tag == "mo" and sign.text in {"−", "+", "±"}:
+            sign.set("form", "prefix")
+
+
+def _set_words(row: ElementTree.Element) -> None:
+    """A thin space between `ln` and its neighbors: 2 ln 2, not 2ln2."""
+    for index in reversed(range(len(row) - 1)):
+        left, right = row[index], row[index + 1]
+        needs_space = _is_word(left) and right.tag not in {"mo", "mspace"}
+        needs_space |= _is_word(right) and left.tag not in {"mo", "mspace"}
+        if needs_space:
+            row.insert(index + 1, ElementTree.Element("mspace", width="0.167em"))
+
+
+def _is_word(element: ElementTree.Element) -> bool:
+    while element.tag in {"msub", "msup", "msubsup", "munder"}:
+        element = element[0]
+    return element.tag == "mi" and len(element.text or "") > 1
 
 
 class _DisplayMath(Preprocessor):
