@@ -446,6 +446,29 @@ def test_the_logits_of_a_batch_never_exist_at_once(monkeypatch):
     assert widest_logits(model, tokens) == 16
 
 
+def rows_of_logits_kept(model, tokens) -> int:
+    """Rows of vocabulary width that the forward pass keeps for the backward pass."""
+    rows = 0
+
+    def pack(z):
+        nonlocal rows
+        if z.shape[-1:] == (SMALL["vocab_size"],):
+            rows += z.numel() // SMALL["vocab_size"]
+        return z
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda z: z):
+        loss = model(tokens, targets=tokens)
+    del loss
+    return rows
+
+
+def test_no_chunk_of_logits_waits_for_the_backward_pass(monkeypatch):
+    model, tokens = random_model(weight_tying=False), random_tokens(60)
+    assert rows_of_logits_kept(model, tokens) >= 120
+    monkeypatch.setattr(transformer, "_LOGITS_AT_ONCE", 4 * 2 * SMALL["vocab_size"])
+    assert rows_of_logits_kept(model, tokens) == 0
+
+
 def test_the_default_budget_cuts_the_full_size_batch():
     """16 x 2048 x 50257 logits are 6.6 GB in float32; a chunk of them is not."""
     assert transformer._LOGITS_AT_ONCE * 4 <= 2**28
