@@ -118,32 +118,18 @@ plt.show()
 # $$h_t = \bar a\, h_{t-1} + \bar b\, B\, x_t ,$$
 # a factor $\bar a$ for what the state keeps and a factor $\bar b$ for what the input
 # adds. In code they are `abar` and `bbar_factor`, and $\Delta$ is `delta`.
-#
+
+# %% [markdown]
+# ## Three rules
 # **Zero-order hold.** Hold $x$ at $x_t$ during the whole step. Then $B x_t$ leaves the
 # integral, and what remains can be solved:
 # $$\bar a = e^{A\Delta}, \qquad
 # \bar b = \int_0^{\Delta} e^{A(\Delta - s)}\, ds = \frac{e^{A\Delta} - 1}{A} .$$
 #
-# **Forward Euler.** Take the slope at the start of the step and follow it:
-# $h_t = h_{t-1} + \Delta\,(A h_{t-1} + B x_t)$, hence
-# $$\bar a = 1 + A\Delta, \qquad \bar b = \Delta .$$
-#
-# **Bilinear** (trapezoid, Tustin). Take the mean of the slopes at both ends,
-# $h_t = h_{t-1} + \frac{\Delta}{2}\,(A h_{t-1} + A h_t) + \Delta\, B x_t$, and
-# solve for $h_t$:
-# $$\bar a = \frac{1 + A\Delta/2}{1 - A\Delta/2}, \qquad
-# \bar b = \frac{\Delta}{1 - A\Delta/2} .$$
-#
-# All three agree with $e^{z} = 1 + z + z^2/2 + \dots$ at $z = A\Delta$ in their first
-# terms. They differ in where they stop: Euler after $z$, bilinear after $z^2/2$, the
-# hold never.
-
-# %% [markdown]
-# ## Three rules
 # The hold divides by $A$. At $A = 0$ the quotient is $0/0$ and its limit is $\Delta$;
 # close to $0$ it loses digits. The function below therefore switches to the power
 # series $\frac{e^z - 1}{z} = 1 + \frac{z}{2} + \frac{z^2}{6} + \dots$ for a small $z$.
-# Why it takes that much care is the subject of [a later section](#near-a-0).
+# Why it takes that much care is the subject of the section "Near A = 0".
 
 
 # %% tags=["export"]
@@ -173,6 +159,13 @@ def discretise_zoh(
     return z.exp(), delta * torch.where(small, series, quotient)
 
 
+# %% [markdown]
+# **Forward Euler.** Take the slope at the start of the step and follow it:
+# $h_t = h_{t-1} + \Delta\,(A h_{t-1} + B x_t)$, hence
+# $$\bar a = 1 + A\Delta, \qquad \bar b = \Delta .$$
+
+
+# %% tags=["export"]
 def discretise_euler(
     A: Inexact[Tensor, "..."], delta: Float[Tensor, "..."]
 ) -> tuple[Inexact[Tensor, "..."], Inexact[Tensor, "..."]]:
@@ -190,6 +183,15 @@ def discretise_euler(
     return 1 + z, delta.to(z.dtype).expand_as(z)
 
 
+# %% [markdown]
+# **Bilinear** (trapezoid, Tustin). Take the mean of the slopes at both ends,
+# $h_t = h_{t-1} + \frac{\Delta}{2}\,(A h_{t-1} + A h_t) + \Delta\, B x_t$, and
+# solve for $h_t$:
+# $$\bar a = \frac{1 + A\Delta/2}{1 - A\Delta/2}, \qquad
+# \bar b = \frac{\Delta}{1 - A\Delta/2} .$$
+
+
+# %% tags=["export"]
 def discretise_bilinear(
     A: Inexact[Tensor, "..."], delta: Float[Tensor, "..."]
 ) -> tuple[Inexact[Tensor, "..."], Inexact[Tensor, "..."]]:
@@ -208,6 +210,10 @@ def discretise_bilinear(
 
 
 # %% [markdown]
+# All three agree with $e^{z} = 1 + z + z^2/2 + \dots$ at $z = A\Delta$ in their first
+# terms. They differ in where they stop: Euler after $z$, bilinear after $z^2/2$, the
+# hold never.
+#
 # Numbers that can be worked out by hand: $A = -1$ and $\Delta = \ln 2$ make the hold
 # keep one half and add one half. At $\Delta = 2$ the bilinear rule forgets everything
 # and Euler flips the sign for ever.
@@ -439,6 +445,7 @@ def waves(t):
     return (up / (1j * omega - A) + down / (-1j * omega - A)) / 2
 
 
+# %%
 constant = factors(discretise_zoh, A, t_end)[1]
 counts = [16, 32, 64, 128, 256, 512]
 error = {}
