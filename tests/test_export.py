@@ -191,9 +191,9 @@ def test_a_comment_in_fenced_code_is_no_heading(tree):
 
 def test_a_formula_in_the_docstring_keeps_its_backslashes(tree):
     path = tree.cells("01_a", "+A = 1")
-    path.write_text(path.read_text().replace("Prose.", r"Why $\dot x$? Prose."))
+    path.write_text(path.read_text().replace("Prose.", r"Why $\nu x$? Prose."))
     assert tree.run()[0] == 0
-    assert namespace(tree.module())["__doc__"] == "On 01_a\n\nWhy $\\dot x$?\n"
+    assert namespace(tree.module())["__doc__"] == "On 01_a\n\nWhy $\\nu x$?\n"
 
 
 TRITON = """+try:
@@ -341,6 +341,12 @@ def test_a_helper_left_behind_is_named_with_its_cell(tree):
 def test_a_name_left_behind_is_found_in_every_position(tree, cell):
     tree.cells("01_a", "%matplotlib inline\nfrom torch import Tensor", f"+{cell}")
     assert "uses 'Tensor', which only an unexported cell defines" in tree.refusal()
+
+
+def test_the_helper_of_the_same_notebook_is_the_one_named(tree):
+    tree.cells("01_a", "def helper():\n    return 1")
+    tree.cells("02_b", "def helper():\n    return 2", "+X = helper()")
+    assert "cell defines: notebooks/02_b.py:6" in tree.refusal()
 
 
 def test_a_helper_of_another_module_is_named(tree):

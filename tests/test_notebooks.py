@@ -61,7 +61,7 @@ print("sum", 0.5 + 0.25)
 
 # %% tags=["a-tag"]
 print([hash("seeded"), os.environ["PYTHONHASHSEED"]])
-print("one write")
+print("one write", flush=True)
 print("another", end="")
 
 # %%
@@ -142,7 +142,10 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "notebooks" / "jupytext.toml", folder)
     path = folder / "01_a.py"
     path.write_text(HEADER + EXECUTED)
-    assert notebooks.main(["--root", str(folder.parent)]) == 0
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("MPLBACKEND", "Agg")
+        environment.setenv("PYTHONHASHSEED", "1")
+        assert notebooks.main(["--root", str(folder.parent)]) == 0
     return path
 
 
