@@ -574,14 +574,21 @@ packed = ssd_naive_complex(**case, reset=reset)
 
 
 def tokens(case, start, stop):
-    cut = {k: v if k == "A" else v[:, start:stop] for k, v in case.items()}
-    return cut
+    """The arguments of a scan over tokens start..stop-1."""
+    return {k: v if k == "A" else v[:, start:stop] for k, v in case.items()}
 
 
 first, second = tokens(case, 0, 5), tokens(case, 5, 12)
 assert error(packed[:, :5], ssd_naive_complex(**first)) < 1e-14
 assert error(packed[:, 5:], ssd_naive_complex(**second)) < 1e-14
 
+old = torch.randn(2, 3, 4, 5, dtype=torch.complex128)
+at_once = torch.zeros(2, 12, dtype=torch.bool)
+at_once[:, 0] = True
+dropped = ssd_naive_complex(**case, initial_states=old, reset=at_once)
+assert torch.equal(dropped, ssd_naive_complex(**case)), "initial_states are dropped too"
+
+# %%
 x = case["x"].clone().requires_grad_()
 alone = ssd_naive_complex(**{**case, "x": x}, reset=reset)[:, 5:].abs().sum()
 (into_x,) = torch.autograd.grad(alone, x)
@@ -912,10 +919,10 @@ print(
 )
 
 # %% [markdown]
-# For a head of the default model, $N = D = 64$: 73,728 operations on 294,912 bytes
-# moved by the loop, 65,536 with a state that moves once in and once out, 1,796 with a
-# state that stays on the chip. A factor of 164 lies between the first and the last. It
-# is the whole reason for the kernels of later notebooks.
+# For a head of the default model, $N = D = 64$, a token takes 73,728 operations. The
+# loop moves 294,912 bytes for them. 65,536 would do if only the state moved, once in
+# and once out, and 1,796 if it stayed on the chip. Between the first number and the
+# last lies a factor of 164, and the fast orders of computing live on it.
 #
 # The tree saves *steps*, not bytes: its $b_t$ is a whole state per token, $8 T N D$
 # bytes per head, and every round goes over all of them.
