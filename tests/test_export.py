@@ -223,6 +223,12 @@ def test_repeated_imports_are_not_exported_twice(tree):
     assert '__all__ = ["A", "B"]' in tree.module()
 
 
+def test_an_optional_package_may_be_imported_again(tree):
+    optional = "+try:\n    import triton\nexcept ImportError:\n    triton = None"
+    tree.cells("01_a", optional, "+import triton\nTILE = triton.language")
+    assert tree.run()[0] == 0
+
+
 def test_names_resolve_over_the_finished_module(tree):
     stand_in = "def kernel():\n    return 'a stand-in'"
     tree.cells("04_a", stand_in, "+def host():\n    return kernel()")

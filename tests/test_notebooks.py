@@ -224,34 +224,29 @@ def test_the_interpreter_is_on_without_a_gpu(monkeypatch, tmp_path):
     assert "TRITON_INTERPRET" not in notebooks.kernel_environment(str(tmp_path))
 
 
-def nbval(path: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("--nbval", "--nbval-current-env", "--nbval-cell-timeout", "120"),
-            *("--nbval-sanitize-with", str(ROOT / "notebooks" / "nbval.cfg")),
-            path.name,
-        ],
-        cwd=path.parent,
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_nbval_accepts_the_notebook_and_refuses_one_changed_number(executed, tmp_path):
+def test_nbval_refuses_one_changed_number_and_nothing_else(executed, tmp_path):
     folder = tmp_path / "notebooks"
     folder.mkdir()
-    path = Path(shutil.copy(executed.with_suffix(".ipynb"), folder))
-    true = nbval(path)
-    assert true.returncode == 0, true.stdout
-    text = path.read_text()
+    text = executed.with_suffix(".ipynb").read_text()
     assert text.count('"sum 0.75\\n"') == 2
-    path.write_text(text.replace('"sum 0.75\\n"', '"sum 0.74\\n"', 1))
-    false = nbval(path)
-    assert false.returncode == 1
-    assert "1 failed" in false.stdout
-    assert "sum 0.74" in false.stdout
+    (folder / "true.ipynb").write_text(text)
+    changed = text.replace('"sum 0.75\\n"', '"sum 0.74\\n"', 1)
+    (folder / "false.ipynb").write_text(changed)
+    command = [
+        *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"),
+        *("--nbval", "--nbval-current-env", "--nbval-cell-timeout", "120"),
+        *("--nbval-sanitize-with", str(ROOT / "notebooks" / "nbval.cfg")),
+        *(f"--rootdir={folder}", str(folder)),
+    ]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    environment.pop("MPLBACKEND", None)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    verdicts = re.findall(
+        r"/(\w+)(?:\.|::)ipynb::Cell (\d+) (PASSED|FAILED)", run.stdout
+    )
+    assert len(verdicts) == 12, run.stdout
+    assert [v for v in verdicts if v[2] == "FAILED"] == [("false", "2", "FAILED")]
+    assert "sum 0.74" in run.stdout
 
 
 def test_a_failing_cell_is_named_and_nothing_is_written(pair):
@@ -307,6 +302,13 @@ def test_file_times_decide_nothing(pair):
     path.write_text(path.read_text().replace("print(1)", "print(2)"))
     os.utime(path, (1e9, 1e9))
     assert "stale" in pair.refusal()
+
+
+def test_a_notebook_with_conflict_marks_is_named(pair):
+    path = pair.make(("print(1)", "", said("1\n")))
+    stored = path.with_suffix(".ipynb")
+    stored.write_text("<<<<<<< HEAD\n" + stored.read_text())
+    assert "notebooks/01_a.ipynb: not a notebook (a merge?)" in pair.refusal()
 
 
 def test_a_missing_half_is_named(pair):

@@ -74,7 +74,10 @@ class Notebook:
 
 @dataclass(frozen=True)
 class Names:
-    """What the statements of a cell bind at module level, and what they look up."""
+    """What the statements of a cell bind at module level, and what they look up.
+
+    `defined` and `imported` share a name such as that of an optional package.
+    """
 
     defined: frozenset[str]
     imported: frozenset[str]
@@ -169,7 +172,8 @@ def names_of(source: str, module: str | None = None) -> Names:
         if isinstance(node, ast.ImportFrom) and node.module == f"{PACKAGE}.{module}":
             own |= {alias.name for alias in node.names}
     defined = bound_names(ast.unparse(WithoutImports().visit(tree)))
-    imported = bound_names(source) - defined - own
+    module_scope = symtable.symtable(source, "<cell>", "exec")
+    imported = {s.get_name() for s in module_scope.get_symbols() if s.is_imported()}
     used = {
         symbol.get_name()
         for scope in scopes(source)
@@ -177,7 +181,7 @@ def names_of(source: str, module: str | None = None) -> Names:
         if symbol.is_referenced()
         and (scope.get_type() == "module" or symbol.is_global())
     }
-    return Names(frozenset(defined), frozenset(imported), frozenset(used | own))
+    return Names(frozenset(defined), frozenset(imported - own), frozenset(used | own))
 
 
 class WithoutImports(ast.NodeTransformer):
@@ -276,8 +280,8 @@ def default_module(notebook: Notebook) -> str | None:
     return named[0][2] if named else None
 
 
-def check_code(cell: Cell) -> ast.Module:
-    """The syntax tree of an exported cell; raises Fault for what cannot be exported."""
+def check_code(cell: Cell) -> None:
+    """Raise Fault for code that cannot be a part of a module."""
     try:
         tree = ast.parse(cell.source)
     except SyntaxError as error:
@@ -295,7 +299,6 @@ def check_code(cell: Cell) -> ast.Module:
             raise Fault(f"{where}: leave `from __future__` out, the export writes it")
         if node.names[0].name == "*":
             raise Fault(f"{where}: `import *` in an exported cell hides its names")
-    return tree
 
 
 def twice_defined(cells: list[Cell], names: list[Names]) -> Iterator[str]:
@@ -310,7 +313,7 @@ def twice_defined(cells: list[Cell], names: list[Names]) -> Iterator[str]:
                 )
             first.setdefault(name, cell)
     for cell, own in zip(cells, names, strict=True):
-        for name in sorted(own.imported & first.keys()):
+        for name in sorted((own.imported - own.defined) & first.keys()):
             if name not in names[cells.index(first[name])].imported:
                 yield (
                     f"{cell.at()}: {name!r} is exported twice, imported here and "

@@ -176,7 +176,11 @@ def check_pair(path: Path) -> Iterator[str]:
     if not stored_path.exists():
         yield f"{name}: missing; run `make notebooks`"
         return
-    stored = nbformat.read(stored_path, as_version=nbformat.NO_CONVERT)
+    try:
+        stored = nbformat.read(stored_path, as_version=nbformat.NO_CONVERT)
+    except nbformat.reader.NotJSONError:
+        yield f"{name}: not a notebook (a merge?); run `make notebooks`"
+        return
     source = load_source(path)
     if inputs(stored) != inputs(source):
         old = "\n".join(inputs(stored)).splitlines()
