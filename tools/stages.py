@@ -6,6 +6,7 @@
 A failing stage does not stop the ones after it; the exit status is 1 if any failed.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+# The kernels that nbval starts see what tools/notebooks.py ran the notebooks with.
+ENVIRONMENT = os.environ | {"PYTHONHASHSEED": "0"}
 
 CHECK = {
     "ruff": "ruff check .",
@@ -34,7 +37,9 @@ def run(stages: dict[str, str]) -> int:
     for name, command in stages.items():
         print(f"== {name}: {command}", flush=True)
         start = time.perf_counter()
-        status = subprocess.run(f"{BIN}/{command}", shell=True, cwd=ROOT).returncode
+        status = subprocess.run(
+            f"{BIN}/{command}", shell=True, cwd=ROOT, env=ENVIRONMENT
+        ).returncode
         rows.append((name, time.perf_counter() - start, status))
     print("\nstage            seconds")
     for name, seconds, status in rows:
