@@ -226,18 +226,18 @@ def link_faults(pages: Pages, root: Path) -> list[str]:
                 continue
             path, _, fragment = link.partition("#")
             target = _normal(PurePosixPath(page).parent / path) if path else page
-            if target not in targets and target not in files:
+            outside = target.startswith("../") and (root / target[3:]).exists()
+            if not (outside or target in targets or target in files):
                 faults.append(f"{page}: {link} leads nowhere")
-            elif fragment and fragment not in targets.get(target, set()):
+            elif fragment and fragment not in targets.get(target, ()):
                 faults.append(f"{page}: {link}: no such heading")
     return faults
 
 
 def _site_files(root: Path) -> set[str]:
-    """Files that are no pages: assets, notebooks with figures, top-level files."""
+    """Files of the site that are no pages: assets, notebooks and their figures."""
     docs = root / "docs"
     found = {p.relative_to(docs).as_posix() for p in docs.rglob("*") if p.is_file()}
-    found |= {f"../{p.name}" for p in root.iterdir() if p.is_file()}
     for path in site.notebooks(root):
         found.add(f"notebooks/{path.name}")
         _, figures = site.notebook_page(path)
@@ -265,13 +265,15 @@ def test_a_link_that_leads_nowhere_is_named(tree):
         "a.md": "# A\n[b](b.md) [part](guides/c.md#the-part) [here](#a)\n\n`[x](y.md)`",
         "b.md": "# B\n[gone](gone.md)\n\n![gone](assets/gone.svg)",
         "guides/c.md": "# C\n## The part\n[up](../a.md) [gone](../a.md#gone)",
-        "../README.md": "[docs](docs/b.md) [gone](docs/gone.md)",
+        "../README.md": "[docs](docs/b.md) [gone](docs/gone.md) [a](mamba3lite/demo.py)"
+        " [gone](notebooks/gone.ipynb)",
     }
     assert link_faults(pages, tree) == [
         "b.md: gone.md leads nowhere",
         "b.md: assets/gone.svg leads nowhere",
         "guides/c.md: ../a.md#gone: no such heading",
         "../README.md: docs/gone.md leads nowhere",
+        "../README.md: notebooks/gone.ipynb leads nowhere",
     ]
 
 

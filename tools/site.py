@@ -14,6 +14,7 @@ import logging
 import re
 import unicodedata
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -180,7 +181,7 @@ def resolve_anchor(root: Path, file: str, symbol: str | None) -> str:
         raise AnchorError(f"{file} does not exist")
     if symbol is None:
         return "module"
-    names = definitions(ast.parse(path.read_text(encoding="utf-8")).body)
+    names = _defined_in(path, path.stat().st_mtime_ns)
     head, _, member = symbol.partition(".")
     if head not in names:
         raise AnchorError(f"{file} defines no {head}")
@@ -192,6 +193,12 @@ def resolve_anchor(root: Path, file: str, symbol: str | None) -> str:
         raise AnchorError(f"{head} in {file} has no {member}")
     is_method = isinstance(members[member], ast.FunctionDef)
     return "method" if is_method else "attribute"
+
+
+@lru_cache
+def _defined_in(path: Path, modified: int) -> dict[str, ast.stmt]:
+    """The definitions of a file; a page of anchors parses each file once."""
+    return definitions(ast.parse(path.read_text(encoding="utf-8")).body)
 
 
 def _kind(node: ast.AST) -> str:
