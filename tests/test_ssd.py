@@ -582,8 +582,7 @@ def test_a_prefix_is_computed_the_same_within_a_longer_sequence():
     assert relative_error(whole[:, :1024], prefix) < 1e-6
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("complex_x", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize(("seed", "complex_x"), [(0, False), (1, True)])
 def test_error_bounds_on_the_reference_distribution(seed, complex_x):
     case = random_case(2048, seed, batch=1, heads=4, dim=8, complex_x=complex_x)
     options = random_options(case, seed, carried=True, packed=False)
@@ -596,8 +595,16 @@ def test_error_bounds_on_the_reference_distribution(seed, complex_x):
         assert relative_error(got, expected[name]) <= GRADIENT_LIMITS[name], name
 
 
-@pytest.mark.parametrize("dt", ["uniform", "low", "high", "switching"])
-@pytest.mark.parametrize("time", [1, 63, 64, 65, 127, 128, 129, 2048, 8192])
+def lengths_and_steps() -> list:
+    """Every length with every kind of dt; three of the longest are slow."""
+    return [
+        pytest.param(time, dt, marks=[pytest.mark.slow] * (time == 8192 and slow))
+        for time in (1, 63, 64, 65, 127, 128, 129, 2048, 8192)
+        for dt, slow in {"uniform": 0, "low": 1, "high": 1, "switching": 1}.items()
+    ]
+
+
+@pytest.mark.parametrize(("time", "dt"), lengths_and_steps())
 def test_whole_range_is_finite_and_within_the_forward_bound(time, dt):
     case = whole_range_case(time, time, dt=dt)
     with torch.no_grad():
