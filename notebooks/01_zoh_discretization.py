@@ -39,7 +39,7 @@ from jaxtyping import Bool, Complex, Float, Inexact, Shaped
 from torch import Tensor
 
 # %% [markdown]
-# The rest of the notebook also draws. The seven colors are those of Okabe and Ito,
+# The rest of the notebook also draws. The colors are those of Okabe and Ito,
 # which readers with any kind of color vision can tell apart.
 
 # %%
@@ -52,8 +52,8 @@ import matplotlib.pyplot as plt
 
 started = time.perf_counter()
 torch.manual_seed(0)
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
+BLACK, ORANGE, GREEN = "#000000", "#E69F00", "#009E73"
+BLUE, RED = "#0072B2", "#D55E00"
 plt.rcParams.update(
     {
         "figure.dpi": 72,

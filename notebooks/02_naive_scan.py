@@ -45,7 +45,7 @@ from mamba3lite.models.ssd_complex import _discretise
 started = time.perf_counter()
 torch.manual_seed(0)
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
+BLUE, RED = "#0072B2", "#D55E00"
 plt.rcParams.update(
     {
         "figure.dpi": 72,
