@@ -8,10 +8,202 @@
 
 # %% [markdown] tags=["module:transformer"]
 # # A block, and a language model
-# The language model: embedding, a stack of Mamba-3-Lite blocks, and a tied output head.
+# The language model from its parts: a head mixer, the Mamba-3-Lite block, and a stack
+# of blocks between an embedding and an output head. The scan of notebooks 01 to 03 is a
+# sequence layer; here it becomes a model that assigns a probability to the next token.
+#
+# **After this notebook you can**
+#
+# - write RMSNorm and SwiGLU from memory, and say what each leaves out;
+# - say which of the 5,136 columns of the input projection feeds what, and prove it;
+# - count the 433,662,400 parameters of the default model by hand, to the last unit;
+# - train on a vocabulary of 50,257 without ever holding the logits of a batch;
+# - pack documents into one row so that nothing leaks between them, and continue a
+#   sequence from its state alone.
+#
+# **You need** the chunkwise scan of
+# [notebook 03](03_chunkwise_ssd.ipynb); from PyTorch, `nn.Module` and autograd.
+#
+# **It takes** about 15 seconds to run on two CPU cores, and about ninety
+# minutes to read with care.
+#
+# **Its exported cells build** three modules: `mimo.py`, `mamba_block.py` and
+# `transformer.py`, all in `mamba3lite/models`. Where an exported cell imports from
+# another of the three, it gets the same code from the package.
+
+# %%
+import math
+import warnings
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from IPython.display import SVG
+from torch import nn
+
+torch.set_num_threads(1)  # the tensors here are small: a second thread costs time
+BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"  # Okabe and Ito's palette, which
+GREEN, BLUE, RED = "#009E73", "#0072B2", "#D55E00"  # all kinds of eyes tell apart
+plt.rcParams.update(
+    {
+        "figure.dpi": 70,
+        "figure.constrained_layout.use": True,
+        "figure.facecolor": "white",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 10.5,
+        "axes.titlelocation": "left",
+        "font.size": 9.5,
+    }
+)
+
+
+def distance(got, expected):
+    """How far two tensors are apart, relative to the norm of the expected one."""
+    return ((got - expected).norm() / expected.norm()).item()
+
+# %% [markdown]
+# ## Keeping the scale: RMSNorm
+# A model of this kind is a long sum. Every block adds something to a vector $u$ per
+# token, the *residual stream*, and the next block reads the sum. What happens to the
+# size of $u$ after 28 additions?
+#
+# The experiment below adds 28 random feed-forward branches, once to the stream as it
+# is, once with a normalization in front of each branch.
+
+# %%
+def loudness(start, normalize, layers=28, d=64, f=128):
+    """Root mean square of the residual stream before layer 1 and after every layer."""
+    torch.manual_seed(0)
+    u = start * torch.randn(256, d)
+    heard = [u.square().mean().sqrt().item()]
+    for _ in range(layers):
+        v = F.rms_norm(u, (d,)) if normalize else u
+        gate, up = (v @ torch.randn(d, 2 * f) / d**0.5).chunk(2, dim=-1)
+        u = u + (F.silu(gate) * up) @ torch.randn(f, d) / f**0.5
+        heard.append(u.square().mean().sqrt().item())
+    return heard
+
+
+starts = (0.1, 1.0, 3.0)
+plain = {start: loudness(start, normalize=False) for start in starts}
+normed = {start: loudness(start, normalize=True) for start in starts}
+assert plain[0.1][-1] / plain[0.1][0] < 1.5, "a quiet stream: the branches are silent"
+assert not math.isfinite(plain[3.0][-1]), "a loud one leaves float32"
+assert max(normed[start][-1] for start in starts) < 10
+
+# %%
+fig, axis = plt.subplots(figsize=(6.2, 2.9))
+for name, heard, style in ("no norm", plain, "--"), ("RMSNorm", normed, "-"):
+    for start, color in zip(starts, (BLUE, ORANGE, RED), strict=True):
+        label = f"{name}, from {start}"
+        axis.plot(heard[start], color=color, ls=style, label=label)
+axis.set(yscale="log", ylim=(0.05, 1e8), xlabel="layer", ylabel="RMS of u (no unit)")
+axis.set_title("Without a norm the start decides: silence or overflow")
+axis.legend(ncol=2, frameon=False, fontsize=9)
+plt.show()
+
+# %% [markdown]
+# A feed-forward branch of the kind used here is roughly quadratic in its input. A quiet
+# stream gets almost nothing added, a loud one runs away. With a norm in front, every
+# branch sees an input of size 1 and adds something of size about 1, so the stream grows
+# like the square root of the depth, wherever it started.
+#
+# The norm divides by the root mean square over the channels and multiplies by one
+# learned gain $g$ per channel:
+# $$v = \frac{u}{\sqrt{\frac{1}{d} \sum_{i=1}^{d} u_i^2 + \varepsilon}} \cdot g .$$
+
+# %%
+def rms_norm(u, g, eps=1e-5):
+    return u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * g
+
+
+torch.manual_seed(1)
+u, g = torch.randn(2, 5, 64), torch.rand(64)
+module = nn.RMSNorm(64, 1e-5)
+module.load_state_dict({"weight": g})
+assert distance(rms_norm(u, g), module(u)) < 1e-6, "this is nn.RMSNorm"
+assert [name for name, _ in module.named_parameters()] == ["weight"], "there is no bias"
+
+# %% [markdown]
+# What it leaves out, against LayerNorm: the subtraction of the mean, and the bias. A
+# constant added to every channel therefore passes through; a factor does not. Where the
+# mean is already zero the two agree.
+
+# %%
+one = torch.ones(64)
+layer_norm = F.layer_norm(u, (64,))
+assert distance(F.layer_norm(u + 3, (64,)), layer_norm) < 1e-4
+assert distance(rms_norm(u + 3, one), rms_norm(u, one)) > 0.5, "the mean stays visible"
+assert distance(rms_norm(1000 * u, one), rms_norm(u, one)) < 1e-4, "the scale is gone"
+assert distance(rms_norm(u - u.mean(-1, keepdim=True), one), layer_norm) < 1e-6
+
+# What breaks: without eps a vector of zeros (padding, a dead unit) divides 0 by 0.
+zero = torch.zeros(1, 64)
+assert rms_norm(zero, one).eq(0).all()
+assert rms_norm(zero, one, eps=0.0).isnan().all()
+
+# %% [markdown]
+# ## A gate: SwiGLU
+# The scan moves information between tokens. What is done *with* it at one token,
+# channel by channel, is the work of the feed-forward branch. Each of its inner channels
+# is a product: one linear map says *what*, a second one *how much*.
+
+# %%
+gate = torch.linspace(-6, 4, 401, requires_grad=True)
+(slope,) = torch.autograd.grad(F.silu(gate).sum(), gate)
+lowest = F.silu(gate).argmin()
+assert abs(gate[lowest] + 1.278) < 0.02 and abs(F.silu(gate[lowest]) + 0.278) < 1e-3
+assert slope[gate < -2].abs().min() > 1e-2, "a closed gate still learns"
+assert torch.autograd.grad(F.relu(gate).sum(), gate)[0][gate < 0].eq(0).all()
+
+# %%
+fig, axis = plt.subplots(figsize=(6.0, 2.6))
+open_ = gate.detach()
+axis.plot(open_, F.silu(open_), color=BLUE, label="silu(gate)")
+axis.plot(open_, slope, color=BLUE, ls="--", label="its slope")
+axis.plot(open_, F.relu(open_), color=ORANGE, label="relu(gate)")
+axis.plot(open_, (open_ > 0).float(), color=ORANGE, ls="--", label="its slope")
+axis.set(xlabel="gate before the nonlinearity (no unit)", ylabel="value (no unit)")
+axis.set(ylim=(-0.6, 3))
+axis.set_title("A closed silu gate keeps a slope, a closed relu has none")
+axis.legend(frameon=False, ncol=2)
+plt.show()
+
+# %% [markdown]
+# With $\operatorname{silu}(a) = a / (1 + e^{-a})$ the branch is
+# $$F(v) = W_{\mathrm{down}} \left( \operatorname{silu}(W_{\mathrm{gate}} v) \cdot
+# W_{\mathrm{up}} v \right),$$
+# the gated unit of Shazeer 2020 (arXiv 2002.05202). The two inner matrices read the
+# same $v$, so they are stored as one, gate first: one matrix product instead of two.
+
+# %%
+d, f = 64, 128
+gate_up, down = nn.Linear(d, 2 * f, bias=False), nn.Linear(f, d, bias=False)
+W_gate, W_up = gate_up.weight[:f], gate_up.weight[f:]
+v = torch.randn(3, d)
+gate, up = gate_up(v).chunk(2, dim=-1)
+together = down(F.silu(gate) * up)
+apart = (F.silu(v @ W_gate.T) * (v @ W_up.T)) @ down.weight.T
+assert distance(together, apart) < 1e-6
+assert sum(p.numel() for p in (gate_up.weight, down.weight)) == 3 * d * f
+# Twice the input: four times the output, had the gate been linear. It is close to that.
+assert 3.0 < down(F.silu(10 * gate) * 10 * up).norm() / (
+    down(F.silu(5 * gate) * 5 * up).norm()
+) < 4.2
+
+# What breaks: reading the halves the other way round. Shapes fit, nothing is raised,
+# and weights trained by one convention are noise under the other.
+up, gate = gate_up(v).chunk(2, dim=-1)
+print(f"halves swapped: off by {distance(down(F.silu(gate) * up), together):.0%}")
+assert distance(down(F.silu(gate) * up), together) > 0.5
 
 # %% [markdown]
 # ## A mixer across heads
+# The scan runs in $H$ heads that never look at each other: head 3 has its own $A$, its
+# own state, its own output. Where do they meet? Here in one matrix over all $H D$
+# channels, which starts as the identity. Below: how strongly each head's output depends
+# on each head's input, at the start and once training has moved the matrix.
 
 # %% tags=["export:mimo"]
 import torch
@@ -43,8 +235,75 @@ class MIMO(nn.Module):
     def forward(self, y: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
         return F.linear(y.flatten(-2), self.weight).view_as(y)
 
+# %%
+torch.manual_seed(2)
+H, D = 4, 3
+mixer = MIMO(H, D)
+y = torch.randn(64, 7, H, D)
+assert torch.equal(mixer(y), y), "at the start it changes nothing"
+
+
+def head_blocks(weight, heads):
+    """Norm of the block of a mixer that leads from each head to each other head."""
+    blocks = weight.detach().unflatten(0, (heads, -1)).unflatten(2, (heads, -1))
+    return blocks.permute(0, 2, 1, 3).flatten(2).norm(dim=-1)
+
+
+at_start = head_blocks(mixer.weight, H)
+assert at_start.fill_diagonal_(0).eq(0).all(), "no head hears another"
+loss = (mixer(y) - y.roll(1, dims=2)).square().mean()  # a wish: hear your neighbor
+loss.backward()
+moved = head_blocks(mixer.weight - 3 * mixer.weight.grad, H)
+neighbors = moved[torch.arange(H), torch.arange(H) - 1]
+assert neighbors.min() > 1.5 * moved[0, 1:3].max(), "row 0 hears head 3 most of all"
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(6.0, 2.8))
+titles = "Start: each head hears itself", "One step later: its neighbor too"
+for axis, weight, title in zip(
+    axes, (head_blocks(torch.eye(H * D), H), moved), titles, strict=True
+):
+    image = axis.imshow(weight, cmap="cividis", vmin=0, vmax=3**0.5)
+    axis.set(xlabel="from head", ylabel="to head", xticks=range(H), yticks=range(H))
+    axis.set_title(title)
+fig.colorbar(image, ax=axes, label="norm of the block (no unit)", shrink=0.8)
+plt.show()
+
+# %% [markdown]
+# ### What it is not
+# The class is called MIMO, many inputs and many outputs, and the name needs a warning.
+# In the Mamba-3 paper (Lahoti et al. 2026, arXiv 2603.15569) MIMO changes the
+# *recurrence*: a token writes a matrix of rank $R$ into the state, $B_t X_t^{\top}$
+# with $B_t \in \mathbf{C}^{N \times R}$, where the plain recurrence writes an outer
+# product, rank 1. **Nothing of that happens here.** This mixer acts on what was read
+# out of the state, after the scan. It is a linear map between two linear maps (the
+# read-out before it, `out_proj` after it), so a single matrix could do the work of
+# mixer and `out_proj` together. What it changes is where training starts and how the
+# gradient flows, not what the model can express.
+
+# %%
+from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
+
+torch.manual_seed(3)
+N, T = 5, 2
+x, dt = torch.randn(1, T, H, D), torch.randn(1, T, H)
+B_t, C_t = (torch.randn(1, T, H, N, dtype=torch.complex64) for _ in "BC")
+A = torch.full((H,), -1.0 + 0.5j)
+for tokens in (1, 2):
+    short = (z[:, :tokens] for z in (B_t, C_t, dt))
+    _, state = ssd_naive_complex(x[:, :tokens], A, *short, return_final_states=True)
+    assert torch.linalg.matrix_rank(state).eq(tokens).all(), "one token writes rank 1"
+
+W_out = torch.randn(6, H * D)
+in_two_steps = mixer(y).flatten(-2) @ W_out.T
+in_one = y.flatten(-2) @ (W_out @ mixer.weight).T
+assert distance(in_two_steps, in_one) < 1e-6, "mixer and out_proj are one linear map"
+
 # %% [markdown]
 # ## The configuration
+# Every number that follows comes from one small dataclass. It checks each value as it
+# enters, because a wrong one would otherwise surface as a shape error ten calls deeper.
+# (The block that the cell imports is built in the next two sections.)
 
 # %% tags=["export"]
 from collections.abc import Mapping
@@ -131,8 +390,36 @@ class ModelConfig:
         """A config as it is, or one built from a mapping of its fields."""
         return cls(**config) if isinstance(config, Mapping) else config
 
+# %%
+def refused(kind, **fields):
+    """The message with which ModelConfig refuses these fields."""
+    try:
+        ModelConfig(**fields)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{fields} was accepted")
+
+
+print(refused(ValueError, state_dim=63))
+print(refused(ValueError, a_init="random"))
+print(refused(ValueError, n_layers=True))
+assert "d_modl" in refused(TypeError, d_modl=512)
+assert ModelConfig.of({"d_model": 512}) == ModelConfig(d_model=512)
+
 # %% [markdown]
-# ## The block
+# `state_dim` counts complex numbers; the evenness is a bookkeeping rule, so that 64
+# complex coordinates can be spoken of as 128 real ones in whole halves.
+#
+# ## Where a head starts
+# Each layer holds one complex $A$ per head. Its real part says how fast the head
+# forgets, its imaginary part how fast it turns. Which values should training begin
+# with? Two answers are on offer. `"decay"` gives every head $A = -1$: no rotation, one
+# rate.
+# `"spectrum"` spreads both over the heads,
+# $$\operatorname{Im} A_h = \pi \frac{h}{H}, \qquad
+# \operatorname{Re} A_h = -10^{-3 + 3 \operatorname{frac}(0.618\, h)} .$$
+# Multiples of $0.618$, the golden ratio's fractional part, fall evenly into $[0, 1)$ in
+# an order that has nothing to do with $h$: slow heads are found at every angle.
 
 # %% tags=["export:mamba_block"]
 import math
@@ -148,13 +435,6 @@ from mamba3lite.models.mimo import MIMO
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise
 
 
-def _unavailable(dispatch: str) -> str | None:
-    """Why this dispatch cannot run here, or None when it can."""
-    if dispatch == "pytorch":
-        return None
-    return f"this version of mamba3lite has no {dispatch} kernel"
-
-
 def init_decay(n_heads: int, a_init: str) -> Complex[Tensor, "H"]:
     """The complex decay rate A that every head starts from.
 
@@ -166,13 +446,200 @@ def init_decay(n_heads: int, a_init: str) -> Complex[Tensor, "H"]:
 
     Returns: A, complex64, Re(A) < 0.
 
-    Source: notebook 07, "The block".
+    Source: notebook 07, "Where a head starts".
     """
     if a_init == "decay":
         return torch.full((n_heads,), -1.0, dtype=torch.complex64)
     head = torch.arange(n_heads, dtype=torch.float64)
     rate = 10.0 ** (-3 + 3 * (0.618 * head).frac())
     return torch.complex(-rate, math.pi * head / n_heads).to(torch.complex64)
+
+# %% [markdown]
+# How long does a head remember? The step is $\delta = \operatorname{softplus}(dt)$, and
+# $\operatorname{softplus}(0) = \ln 2$. A token written now is left with the factor
+# $e^{-\delta |\operatorname{Re} A|}$ after one step, so at $dt = 0$ it is halved after
+# $\ln 2 / (\delta |\operatorname{Re} A|) = 1 / |\operatorname{Re} A|$ tokens.
+
+# %%
+decay, spectrum = init_decay(16, "decay"), init_decay(16, "spectrum")
+assert spectrum.dtype == torch.complex64 and spectrum.real.max() < 0
+half_life = -1 / spectrum.real
+step = F.softplus(torch.zeros(()))
+left = (step * spectrum.real * half_life).exp()
+assert left.sub(0.5).abs().max() < 1e-6, "half is left after one half-life"
+assert half_life.max().round() == 1000 and half_life.min() < 1.5
+assert torch.allclose(-1 / decay.real, torch.ones(16)), "one token, every head"
+assert distance(spectrum.imag, torch.arange(16) * math.pi / 16) < 1e-6
+
+
+def correlation(A):
+    """Between the logarithm of the rate and the angle, over the heads."""
+    return torch.corrcoef(torch.stack([(-A.real).log(), A.imag]))[0, 1].item()
+
+
+head = torch.arange(16)
+ordered = torch.complex(-(10.0 ** (-3 + 3 * head / 16)), head * math.pi / 16)
+print(f"rate against angle: {correlation(spectrum):+.2f}")
+print(f"had we taken h/H for both: {correlation(ordered):+.2f}")
+assert abs(correlation(spectrum)) < 0.2 and correlation(ordered) > 0.99
+
+# %%
+fig, plane = plt.subplots(figsize=(6.2, 3.4))
+plane.scatter(-spectrum.real, spectrum.imag, color=BLUE, zorder=3)
+for h, value in enumerate(spectrum.tolist()):
+    plane.annotate(f" {h}", (-value.real, value.imag), va="center")
+plane.scatter([1], [0], color=RED, marker="D", zorder=4)
+plane.annotate('  all heads of "decay"', (1, 0), color=RED, va="center")
+plane.set(xscale="log", xlim=(1.6, 7e-4), ylim=(-0.15, 3.2))
+plane.set(xlabel="-Re A (1 per unit of step)", ylabel="Im A (rad per unit of step)")
+memory = plane.secondary_xaxis("top", functions=(lambda r: 1 / r, lambda r: 1 / r))
+memory.set_xlabel("half-life at dt = 0 (tokens)")
+plane.set_title('Heads of "spectrum": each memory, from short to long, at any angle')
+plt.show()
+
+# %% [markdown]
+# $A$ belongs to a layer, not to the model: the default, 28 layers of 16 heads, has
+# **448** of these complex numbers.
+#
+# One more fact about the start. With $A = -1$ the factor kept at a step is a plain
+# sigmoid, the forget gate of recurrent networks (Gu and Dao 2023, arXiv 2312.00752,
+# make the connection):
+# $$e^{-\operatorname{softplus}(dt)} = \frac{1}{1 + e^{dt}} =
+# \operatorname{sigmoid}(-dt) .$$
+# So it is *not* true that a fresh model forgets at least half at each step. That holds
+# for $dt \ge 0$, and the projection that makes $dt$ is centered on 0.
+
+# %%
+dt = torch.linspace(-4, 4, 9)
+kept = (F.softplus(dt) * -1.0).exp()
+assert distance(kept, torch.sigmoid(-dt)) < 1e-6
+assert kept[dt >= 0].max() <= 0.5 and kept[dt < 0].min() > 0.5
+
+# %% [markdown]
+# ## The block
+# Two branches, each with a norm in front, each added to the residual stream:
+# $$\begin{aligned}
+# u' &= u + W_{\mathrm{out}} \operatorname{MIMO}(\operatorname{SSD}(W_{\mathrm{in}}
+# \operatorname{RMSNorm}(u))), \\
+# u'' &= u' + F(\operatorname{RMSNorm}(u')) .
+# \end{aligned}$$
+# No attention, no convolution, no bias, no positional embedding. Only one box of the
+# diagram moves anything from one token to another: SSD, the scan.
+
+# %%
+H, D, N, d, f = 16, 64, 64, 1024, 2048  # the default model
+columns = {
+    "x": H * D,
+    "B real": H * N,
+    "B imag": H * N,
+    "C real": H * N,
+    "C imag": H * N,
+    "dt": H,
+}
+assert sum(columns.values()) == H * (D + 4 * N + 1) == 5136
+lanes = [
+    [
+        ("RMSNorm", f"{d:,}"),
+        ("in_proj", f"{d:,} → {sum(columns.values()):,}"),
+        ("SSD", f"→ {H} × {D}"),
+        ("MIMO", f"{H * D:,} → {H * D:,}"),
+        ("out_proj", f"{H * D:,} → {d:,}"),
+    ],
+    [
+        ("RMSNorm", f"{d:,}"),
+        ("ffn_gate_up", f"{d:,} → 2 × {f:,}"),
+        ("silu(gate) · up", f"→ {f:,}"),
+        ("ffn_down", f"{f:,} → {d:,}"),
+    ],
+]
+
+# %%
+def box(x, y, name, widths):
+    fill = {"SSD": "#CDE7F7", "silu(gate) · up": "#EEEEEE"}.get(name, "#FBE7C0")
+    return f"""<rect x="{x}" y="{y}" width="108" height="46" rx="7" fill="{fill}"
+      stroke="#333"/><text x="{x + 54}" y="{y + 19}" font-weight="600">{name}</text>
+      <text x="{x + 54}" y="{y + 36}" font-size="11">{widths}</text>"""
+
+
+def lane(y, boxes, before, after):
+    """One residual stream from left to right, and the branch that leaves it."""
+    last = 70 + 126 * len(boxes)
+    arrows = [f"M60 {y + 90}V{y + 23}H70"]
+    arrows += [f"M{178 + 126 * i} {y + 23}h14" for i in range(len(boxes) - 1)]
+    arrows += [f"M{last - 18} {y + 23}H{last + 20}V{y + 79}"]
+    arrows += [f"M30 {y + 90}H{last + 9}", f"M{last + 31} {y + 90}H800"]
+    paths = "".join(f'<path d="{a}" marker-end="url(#tip)"/>' for a in arrows)
+    drawn = "".join(box(70 + 126 * i, y, *parts) for i, parts in enumerate(boxes))
+    return f"""<g fill="none" stroke="#333" stroke-width="1.4">{paths}
+      <circle cx="{last + 20}" cy="{y + 90}" r="11" fill="#fff"/></g>{drawn}
+      <text x="{last + 20}" y="{y + 95}" font-size="17">+</text>
+      <text x="18" y="{y + 95}">{before}</text>
+      <text x="816" y="{y + 95}">{after}</text>"""
+
+# %%
+SVG(f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 840 262" width="840"
+  font-family="sans-serif" font-size="13" text-anchor="middle" fill="#111">
+  <title>The block: a scan branch and a feed-forward branch, each added to u</title>
+  <marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6"
+   orient="auto" stroke="none"><path d="M0 0L8 4L0 8z" fill="#333"/></marker>
+  <rect width="840" height="262" rx="10" fill="#fff"/>
+  {lane(20, lanes[0], "u", "u′")}{lane(146, lanes[1], "u′", "u″")}</svg>""")
+
+# %% [markdown]
+# Orange boxes hold weights. The blue one holds a single complex number per head.
+#
+# ### Six streams from one matrix
+# The scan needs an input $x$, complex vectors $B$ and $C$, and a step $dt$, for each
+# head and token. All are linear in the normalized stream, so one product makes them
+# all, $H (D + 4 N + 1) = 5136$ numbers per token. The order of the columns is a
+# convention that nothing enforces; every weight ever saved depends on it.
+
+# %%
+edges = [0]
+for width in columns.values():
+    edges.append(edges[-1] + width)
+assert edges == [0, 1024, 2048, 3072, 4096, 5120, 5136]
+colors = dict(zip(columns, (BLUE, GREEN, SKY, RED, ORANGE, BLACK), strict=True))
+last_head = columns["C imag"] // H  # channels of the last head's C imag
+assert edges[-1] - edges[-2] + last_head == 80
+
+# %%
+fig, axes = plt.subplots(2, 1, figsize=(7.6, 2.7))
+for name, start in zip(columns, edges[:-1], strict=True):
+    axes[0].barh(0, columns[name], left=start, color=colors[name], edgecolor="white")
+    middle = start + columns[name] / 2
+    if name != "dt":
+        ink = BLACK if name.endswith("imag") else "white"
+        axes[0].text(middle, 0, name, ha="center", va="center", color=ink, size=12)
+axes[0].set(xticks=edges[:-1], xlim=(0, 5136), xlabel="column of in_proj")
+axes[0].set_title("Five equal slices, and a sliver for dt")
+axes[1].barh(0, last_head, left=5056, color=ORANGE, edgecolor="white")
+axes[1].text(5088, 0, "C imag, head 15", ha="center", va="center", color=BLACK)
+axes[1].barh([0] * H, [1] * H, left=range(5120, 5136), color=BLACK, edgecolor="white")
+axes[1].set(xticks=[5056, 5120, 5135], xlim=(5056, 5136), xlabel="column of in_proj")
+axes[1].set_title("The last 80 columns: 64 of one head's C, then one dt per head")
+for axis in axes:
+    axis.set(yticks=[])
+    axis.spines["left"].set_visible(False)
+plt.show()
+
+# %% [markdown]
+# Within a slice heads come one after the other: column $1024 + 64 h + n$ is the real
+# part of $B_n$ in head $h$. Note that the two parts of a complex number are *not*
+# neighbors; all real parts come first. (PyTorch stores the matrix transposed: a column
+# of the projection is a row of `in_proj.weight`.)
+#
+# The class has four parts. `__init__` makes the boxes of the diagram. `forward` decides
+# whether to keep the activations or compute them again. `_forward_impl` is the two
+# lines of the formula. `_ssd_with_dispatch` is the only place that slices the
+# projection and the only one that chooses an implementation of the scan.
+
+# %% tags=["export:mamba_block"]
+def _unavailable(dispatch: str) -> str | None:
+    """Why this dispatch cannot run here, or None when it can."""
+    if dispatch == "pytorch":
+        return None
+    return f"this version of mamba3lite has no {dispatch} kernel"
 
 
 class Mamba3Block(nn.Module):
@@ -283,7 +750,176 @@ class Mamba3Block(nn.Module):
             )
 
 # %% [markdown]
+# ### Which column moves which stream
+# Reading the slices off the code is easy and proves little. A check that could fail:
+# listen at the entrance of the scan, nudge a single column of the projection, and see
+# which of the six streams moves. A small block has 24 columns, so all can be tried.
+
+# %%
+tiny = ModelConfig(d_model=8, n_heads=2, head_dim=3, state_dim=2, ffn_dim=8)
+torch.manual_seed(4)
+block, u = Mamba3Block(tiny, 0), torch.randn(1, 6, 8)
+scan = ssd_complex_chunkwise
+
+
+def streams_of(block, u):
+    """The six real streams that reach the scan: time and column, in the given order."""
+    global ssd_complex_chunkwise
+    heard = []
+
+    def listen(x, A, B, C, dt, *rest, **options):
+        heard.extend([x, B.real, B.imag, C.real, C.imag, dt])
+        return scan(x, A, B, C, dt, *rest, **options)
+
+    ssd_complex_chunkwise = listen
+    block(u)
+    ssd_complex_chunkwise = scan
+    return [stream.detach().flatten(2).clone() for stream in heard]
+
+# %%
+before = streams_of(block, u)
+widths = [stream.shape[-1] for stream in before]
+assert widths == [6, 4, 4, 4, 4, 2] and sum(widths) == block.in_proj.out_features
+stairs = torch.zeros(6, 24)
+for column in range(24):
+    with torch.no_grad():
+        block.in_proj.weight[column] += 1
+    after = streams_of(block, u)
+    with torch.no_grad():
+        block.in_proj.weight[column] -= 1
+    changes = [(a - b).abs() for a, b in zip(after, before, strict=True)]
+    moved = [change.amax((0, 1)) > 1e-3 for change in changes]
+    stairs[:, column] = torch.tensor([m.sum() for m in moved])
+    stream = next(i for i in range(6) if column < sum(widths[: i + 1]))
+    assert moved[stream].nonzero().tolist() == [[column - sum(widths[:stream])]]
+assert stairs.sum(0).eq(1).all(), "one column moves one channel of one stream"
+
+# %%
+fig, axis = plt.subplots(figsize=(7.0, 2.6))
+axis.imshow(stairs, cmap="cividis", aspect="auto")
+axis.set(yticks=range(6), yticklabels=columns, xticks=range(0, 24, 2))
+axis.set(xlabel="column that was nudged", ylabel="stream that moved")
+axis.set_title("One column moves one stream: a staircase without gaps or overlaps")
+plt.show()
+
+# %% [markdown]
+# ### What breaks when the layout is misread
+# Anyone who loads these weights elsewhere has to slice them again. Two honest mistakes:
+# to take $B$ as (re, im) pairs, as `torch.view_as_complex` likes them, and to swap
+# $B$'s imaginary slice with $C$'s real one. The oracle of notebook 02 tells all apart.
+
+# %%
+def by_hand(proj, B, C):
+    """The block's scan from its projection, sliced here, through the naive loop."""
+    x, dt = proj[..., :6].unflatten(-1, (2, 3)), proj[..., 22:]
+    B, C = (z.unflatten(-1, (2, 2)) for z in (B, C))
+    return ssd_naive_complex(x, block.A, B, C, dt).real
+
+
+proj = block.in_proj(block.norm_ssd(u)).detach()
+B_re, B_im, C_re, C_im = proj[..., 6:22].split(4, dim=-1)
+C_t = torch.complex(C_re, C_im)
+y, _ = block._ssd_with_dispatch(proj)
+assert y.dtype == torch.float32 and y.shape == (1, 6, 2, 3)
+assert distance(by_hand(proj, torch.complex(B_re, B_im), C_t), y) < 1e-5
+
+pairs = torch.view_as_complex(proj[..., 6:14].unflatten(-1, (-1, 2)).contiguous())
+swapped = by_hand(proj, torch.complex(B_re, C_re), torch.complex(B_im, C_im))
+for name, wrong in ("pairs", by_hand(proj, pairs, C_t)), ("swapped", swapped):
+    print(f"{name}: off by {distance(wrong, y):.0%}, and no error is raised")
+    assert distance(wrong, y) > 0.3
+
+# %% [markdown]
+# ### When A loses its rotation
+# Half-precision training is often written as `model.to(torch.bfloat16)`. PyTorch has no
+# complex bfloat16, so it keeps the real part of $A$. It warns once per process, and
+# never again. The model would go on with every head turned into pure decay; this block
+# refuses.
+
+# %%
+turning = ModelConfig.of({**vars(tiny), "a_init": "spectrum"})
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    halves = [Mamba3Block(turning, layer).to(torch.bfloat16) for layer in (0, 1)]
+assert [w.category for w in heard] == [UserWarning], "two casts, one warning"
+assert halves[0].A.dtype == torch.bfloat16 and not halves[0].A.is_complex()
+print("before:", [f"{a:.3f}" for a in Mamba3Block(turning).A.tolist()])
+print("after: ", [f"{a:.3f}" for a in halves[0].A.tolist()])
+try:
+    halves[1](u.bfloat16())
+    raise AssertionError("the block ran without its rotation")
+except TypeError as error:
+    print(error)
+
+# %% [markdown]
+# The way that works is autocast: parameters stay in float32, matrix products run in
+# bfloat16, and the scan is cast back to float32 before complex numbers are put
+# together.
+
+# %%
+turning_block = Mamba3Block(turning)
+expected = turning_block(u)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    got = turning_block(u)
+assert turning_block.A.dtype == torch.complex64
+assert 1e-5 < distance(got, expected) < 2e-2, "bfloat16 rounds, and no more than that"
+
+# %% [markdown]
+# ### A dispatch that is not there
+# `ssd_dispatch` names an implementation of the same scan. If the named one cannot run,
+# a block says so once and computes the same numbers in plain PyTorch.
+
+# %%
+wish = Mamba3Block({**vars(tiny), "ssd_dispatch": "triton"}, layer_idx=3)
+wish.load_state_dict(block.state_dict())
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    outputs = [wish(u), wish(u)]
+assert [w.category for w in heard] == [RuntimeWarning], "two calls, one warning"
+assert all(torch.equal(out, block(u)) for out in outputs)
+assert str(heard[0].message).startswith("layer 3: ssd_dispatch='triton' unavailable")
+
+# %% [markdown]
+# ### Computing again instead of keeping
+# For the backward pass autograd keeps the activations of every layer, and they are most
+# of what training occupies. With `grad_checkpoint` a block keeps its input alone and
+# runs a second time when its gradient is due. Same gradients, one more forward pass.
+
+# %%
+def trained_once(grad_checkpoint):
+    """Gradients of a block, how often it ran, how many numbers autograd kept."""
+    torch.manual_seed(5)
+    cfg = {**vars(tiny), "grad_checkpoint": grad_checkpoint}
+    block, runs, kept = Mamba3Block(cfg), [], []
+    body = block._forward_impl
+    block._forward_impl = lambda *args: runs.append(1) or body(*args)
+    u = torch.randn(2, 100, 8, requires_grad=True)
+    keep = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    )
+    with keep:
+        out = block(u).square().sum()
+    out.backward()
+    return [u.grad, *(p.grad for p in block.parameters())], len(runs), sum(kept)
+
+
+kept_grads, kept_runs, kept_numbers = trained_once(False)
+again_grads, again_runs, again_numbers = trained_once(True)
+assert all(map(torch.equal, kept_grads, again_grads)), "the same, bit for bit"
+assert (kept_runs, again_runs) == (1, 2)
+assert kept_numbers > 10 * (again_numbers + 2 * 100 * 8), "its input, and little else"
+
+# %% [markdown]
 # ## The loss without the logits
+# The last layer of a language model is its widest. What does the loss of one batch
+# occupy, 16 rows of 2,048 tokens over a vocabulary of 50,257? The logits alone hold
+# $16 \cdot 2048 \cdot 50257$ numbers. The textbook cross-entropy makes two
+# more tensors of that size: the log-softmax, kept for the backward pass, and the
+# gradient of the logits.
+#
+# Nothing needs them all at once. The loss is a sum over tokens, so it can be summed
+# over slices of time, and a slice's logits can be computed again when its gradient is
+# due.
 
 # %% tags=["export"]
 _LOGITS_AT_ONCE = 2**24  # elements; 64 MiB in float32
@@ -318,8 +954,110 @@ def _cross_entropy_sum(
     chunks = zip(hidden.split(steps, 1), targets.split(steps, 1), strict=True)
     return sum(checkpoint(chunk_loss, h, t, use_reentrant=False) for h, t in chunks)
 
+# %%
+batch, time, vocab, d = 16, 2048, 50257, 1024
+logits = 4 * batch * time * vocab
+steps = _LOGITS_AT_ONCE // (batch * vocab)
+a_slice = 4 * batch * steps * vocab
+assert round(logits / 1e9, 1) == 6.6 and steps == 20
+assert logits > 100 * a_slice
+print(f"logits {logits / 1e9:.1f} GB, of one slice {a_slice / 1e6:.0f} MB")
+print(f"the hidden vectors they come from: {4 * batch * time * d / 1e6:.0f} MB")
+
+# %%
+fig, axis = plt.subplots(figsize=(7.2, 2.5))
+for row, size in enumerate((logits, a_slice)):
+    parts = ("logits", "log-softmax", "gradient of the logits")
+    for i, (part, color) in enumerate(zip(parts, (BLUE, ORANGE, GREEN), strict=True)):
+        label = part if row == 0 else None
+        axis.barh(row, size / 1e9, left=i * size / 1e9, color=color, label=label)
+    axis.text(3 * size / 1e9 + 0.2, row, f"{3 * size / 1e9:.1f} GB", va="center")
+axis.set(yticks=[0, 1], yticklabels=["all steps at once", "20 steps at a time"])
+axis.set(xlabel="tensors as large as the logits (GB, derived from shapes)")
+axis.set_title("The memory of the loss: 100 times less, slice by slice")
+axis.set(xlim=(0, 23), ylim=(1.5, -0.5))
+axis.legend(frameon=False, loc="lower right")
+plt.show()
+
+# %% [markdown]
+# Is that what happens? Every operation under a `TorchDispatchMode` can be seen, in the
+# backward pass too. For a small case, with room for 4,096 logits at a time instead of
+# $2^{24}$, look for the largest tensor that any operation returns.
+
+# %%
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most numbers in any tensor that an operation returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+def plain_sum(hidden, weight, targets):
+    """The textbook loss: all logits first."""
+    logits = hidden @ weight.T
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def measured(loss_sum, hidden, weight, targets):
+    """Loss, its two gradients, and the size of the largest tensor on the way."""
+    hidden, weight = (z.clone().requires_grad_() for z in (hidden, weight))
+    with Largest() as largest:
+        loss = loss_sum(hidden, weight, targets)
+        loss.backward()
+    return loss.detach(), hidden.grad, weight.grad, largest.numbers
+
+# %%
+torch.manual_seed(6)
+B, T, V, d = 2, 64, 101, 8
+hidden, weight = torch.randn(B, T, d), torch.randn(V, d)
+targets = torch.randint(V, (B, T))
+targets[0, 40:] = -100  # padding
+_LOGITS_AT_ONCE = 4096  # the exported function reads this name
+*sliced, sliced_numbers = measured(_cross_entropy_sum, hidden, weight, targets)
+*plain, plain_numbers = measured(plain_sum, hidden, weight, targets)
+assert all(distance(a, b) < 1e-6 for a, b in zip(sliced, plain, strict=True))
+assert plain_numbers == B * T * V and sliced_numbers <= 4096
+print(f"largest tensor: {plain_numbers:,} numbers at once, {sliced_numbers:,} sliced")
+
+# %% [markdown]
+# What breaks: two ways to average. Averaging the slices' *means* weighs a slice with
+# few valid targets like a full one. And the mean over no valid target is 0/0: a batch
+# that is all padding would put NaN into every weight. The exported function returns a
+# sum; the model divides it by the number of valid targets, or by 1 when there are none.
+
+# %%
+losses = []
+for h, t in zip(hidden.split(20, 1), targets.split(20, 1), strict=True):
+    losses.append(plain_sum(h, weight, t) / (t != -100).sum())
+mean = plain[0] / (targets != -100).sum()
+print(f"mean of means {sum(losses) / len(losses):.3f}, the mean {mean:.3f}")
+assert abs(sum(losses) / len(losses) - mean) > 0.01
+
+padding = torch.full((B, T), -100)
+assert F.cross_entropy(hidden.flatten(0, 1) @ weight.T, padding.flatten()).isnan()
+loss, *gradients, _ = measured(_cross_entropy_sum, hidden, weight, padding)
+assert loss == 0 and all(gradient.eq(0).all() for gradient in gradients)
+_LOGITS_AT_ONCE = 2**24
+
 # %% [markdown]
 # ## The whole model
+# A table of vectors, one per token id; a stack of blocks; a last norm; and an output
+# head that compares the result with every vector of a table. With `weight_tying` it is
+# the *same* table: what a token means when read is what it means when predicted.
+#
+# Two details of the initialization. A matrix that writes into the residual stream
+# starts narrower, by $1 / \sqrt{2 L}$ for the $2 L$ branches of $L$ layers, so that
+# their sum does not grow with depth. And a weight marked `_identity_init`, the mixer,
+# is left as it is.
 
 # %% tags=["export"]
 class Mamba3Transformer(nn.Module):
@@ -428,3 +1166,383 @@ class Mamba3Transformer(nn.Module):
         if ids.numel() and not 0 <= ids.min() <= ids.max() < vocab:
             bad = ids.min() if ids.min() < 0 else ids.max()
             raise ValueError(f"{name} holds the id {bad}; wanted 0 to {vocab - 1}")
+
+# %%
+small = ModelConfig(
+    **dict(vocab_size=32, d_model=64, n_layers=2, n_heads=4, head_dim=16),
+    **dict(state_dim=8, ffn_dim=128, chunk_size=16, a_init="spectrum"),
+)
+torch.manual_seed(8)
+model = Mamba3Transformer(small)
+tokens, targets = torch.randint(32, (2, 3, 40))
+logits, loss = model(tokens), model(tokens, targets)
+assert logits.shape == (3, 40, 32) and logits.dtype == torch.float32
+plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+assert abs(loss - plain) < 1e-6
+assert abs(loss - math.log(32)) < 0.1, "an untrained model knows nothing: ln 32"
+loss_sum, n_valid = model(tokens, targets, reduction="sum")
+assert n_valid == 120 and abs(loss_sum / n_valid - loss) < 1e-6
+
+loss = model(tokens, torch.full_like(targets, -100))
+loss.backward()
+assert loss == 0 and all(p.grad.eq(0).all() for p in model.parameters())
+try:
+    model(tokens + 1)
+    raise AssertionError("an id outside the vocabulary was accepted")
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# ### One table, two uses
+# Tying is one line, and it changes what the table learns from: its gradient is the sum
+# of what the embedding and the head would receive apart.
+
+# %%
+untied = Mamba3Transformer({**vars(small), "weight_tying": False})
+untied.load_state_dict(model.state_dict())
+for m in (model, untied):
+    m.zero_grad()
+    m(tokens, targets).backward()
+assert model.embed.weight is model.lm_head.weight
+assert untied.embed.weight is not untied.lm_head.weight
+both = untied.embed.weight.grad + untied.lm_head.weight.grad
+assert distance(model.embed.weight.grad, both) < 1e-5
+assert distance(untied.lm_head.weight.grad, both) > 0.1, "neither use alone gives it"
+
+# %% [markdown]
+# ### Where the order of words comes from
+# There is no positional embedding. Order enters through decay and rotation alone, and
+# that can be put to the test: in a single layer with $A = 0$ nothing decays and nothing
+# turns, so the state is a plain sum, and a sum does not know in which order it was
+# made.
+
+# %%
+one_layer = Mamba3Transformer({**vars(small), "n_layers": 1}).eval()
+sentence = torch.randint(32, (1, 12))
+shuffled = torch.cat([sentence[:, torch.randperm(11)], sentence[:, 11:]], dim=1)
+with torch.no_grad():
+    for layer in one_layer.layers:
+        layer.out_proj.weight.mul_(20)  # make the effect of the scan visible
+    ordered = distance(one_layer(shuffled)[:, -1], one_layer(sentence)[:, -1])
+    one_layer.layers[0].A.zero_()
+    unordered = distance(one_layer(shuffled)[:, -1], one_layer(sentence)[:, -1])
+print(f"last logits after a shuffle: {ordered:.0%} off; if A = 0: {unordered:.0%} off")
+assert ordered > 0.05 and unordered < 1e-5
+
+# %% [markdown]
+# ## Counting to the last unit
+# How large is the default model? From the shapes, by hand, and then against the model
+# itself. On PyTorch's `meta` device a module has shapes and no storage, so the 1.7 GB
+# of the real one are never touched.
+
+# %%
+d, H, D, N, f, V, L = 1024, 16, 64, 64, 2048, 50257, 28
+per_layer = {
+    "in_proj": d * H * (D + 4 * N + 1),
+    "mimo": (H * D) ** 2,
+    "out_proj": H * D * d,
+    "ffn_gate_up, ffn_down": d * 2 * f + f * d,
+    "two norms": 2 * d,
+    "A": H,  # complex numbers, each counted once
+}
+for name, count in per_layer.items():
+    print(f"{name:22}{count:>12,}")
+assert sum(per_layer.values()) == 13_649_936
+assert L * sum(per_layer.values()) == 382_198_208
+assert L * sum(per_layer.values()) + V * d + d == 433_662_400
+assert L * sum(per_layer.values()) + 2 * V * d + d == 485_125_568
+
+# %%
+def count(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+with torch.device("meta"):
+    full = Mamba3Transformer(ModelConfig())
+    full_untied = Mamba3Transformer(ModelConfig(weight_tying=False))
+assert count(full) == 433_662_400 and count(full_untied) == 485_125_568
+assert count(full.layers[0]) == sum(per_layer.values())
+assert {p.device.type for p in full.parameters()} == {"meta"}
+assert sum(layer.A.numel() for layer in full.layers) == 448
+
+# The diagram and the column chart show this model.
+first = full.layers[0]
+assert first.in_proj.weight.shape == (edges[-1], d) and first._columns == [
+    *columns.values()
+]
+assert first.mimo.weight.shape == (H * D, H * D) and first.ffn_down.in_features == f
+
+# %% [markdown]
+# Two ways to get it wrong. `state_dict()` lists a tied table under both of its names,
+# 227 entries for 226 tensors, so summing over it counts the table twice and lands on
+# the *untied* number. And a complex number viewed as two reals counts twice.
+
+# %%
+entries = full.state_dict()
+assert len(entries) == 227 == L * 8 + 3
+assert len({id(p) for p in full.parameters()}) == 226
+assert sum(t.numel() for t in entries.values()) == 485_125_568
+as_reals = sum(p.numel() * (2 if p.is_complex() else 1) for p in full.parameters())
+assert as_reals == 433_662_400 + 448
+
+parts = {name: L * n for name, n in per_layer.items()}
+parts |= {"embedding and head, tied": V * d, "last norm": d}
+assert sum(parts.values()) == 433_662_400
+
+# %%
+fig, axis = plt.subplots(figsize=(7.4, 3.2))
+scan_parts = ("in_proj", "mimo", "out_proj", "A")
+kinds = [BLUE if n in scan_parts else ORANGE if "ffn" in n else GREEN for n in parts]
+bars = axis.barh(list(parts), [n / 1e6 for n in parts.values()], color=kinds)
+axis.bar_label(bars, [f"{n:,}" for n in parts.values()], padding=4)
+axis.set(xlabel="parameters (millions)", xlim=(0, 225))
+axis.set_title("433,662,400 parameters; the 448 complex numbers of A do not show")
+axis.invert_yaxis()
+plt.show()
+
+# %% [markdown]
+# ## Starting as the identity
+# What if the initializer treats the mixer like any other matrix? Remove the mark and
+# run it again. The matrix is then random, of size $0.02 \sqrt{H D}$: at $H D = 64$ the
+# branch comes out at 16% of its size, and no channel arrives where it left.
+
+# %%
+torch.manual_seed(9)
+scrambled = Mamba3Transformer(small)
+for layer in scrambled.layers:
+    assert torch.equal(layer.mimo.weight, torch.eye(64))
+    del layer.mimo.weight._identity_init
+scrambled._init_weights()
+y = torch.randn(1, 500, 4, 16)
+mixed = scrambled.layers[0].mimo(y).detach()
+gain = (mixed.norm() / y.norm()).item()
+alike = F.cosine_similarity(mixed.flatten(), y.flatten(), dim=0).item()
+print(f"size {gain:.2f}, likeness {alike:.2f}; the identity: size 1, likeness 1")
+assert abs(gain - 0.02 * 64**0.5) < 0.02 and abs(alike) < 0.1
+model_mixer = Mamba3Transformer(small).layers[0].mimo
+assert torch.equal(model_mixer(y), y), "with the mark it is left alone"
+
+# %% [markdown]
+# What this costs in training is measured in the last section.
+#
+# ## Nothing from the future, nothing from the neighbor
+# A language model that sees the token it should predict learns nothing. And a row of
+# training data usually holds several documents, end to end; the state must not carry
+# one into the next. Both are statements about influence, so let us draw it: how much
+# does each logit change with each input vector? The row below holds a document of 9
+# tokens, then one of 15, in chunks of 16, so that neither boundary falls on the other.
+
+# %%
+torch.manual_seed(10)
+model = Mamba3Transformer(small).eval()
+with torch.no_grad():
+    for layer in model.layers:
+        layer.out_proj.weight.mul_(3)  # as after training: the scan has a say
+row = torch.randint(32, (1, 24))
+doc_ids = torch.tensor([[0] * 9 + [1] * 15])
+
+
+def influence(doc_ids):
+    """Norm of d logits[t] / d embedding[s] for every t and s; the largest is 1."""
+    read = []
+    hook = model.embed.register_forward_hook(lambda m, i, out: read.append(out) or out)
+    logits = model(row, doc_ids=doc_ids)
+    hook.remove()
+    weights = torch.randn(32)
+    rows = []
+    for logit in logits[0] @ weights:
+        (gradient,) = torch.autograd.grad(logit, read, retain_graph=True)
+        rows.append(gradient[0].norm(dim=-1))
+    seen = torch.stack(rows)
+    return seen / seen.max()
+
+
+as_one, packed = influence(None), influence(doc_ids)
+future = torch.ones(24, 24).triu(1).bool()
+assert as_one[future].eq(0).all() and packed[future].eq(0).all(), "causal, exactly"
+print(f"second document on the first: {as_one[9:, :9].min():.0e} or more,")
+print(f"with doc_ids below 1e-6: {bool(packed[9:, :9].max() < 1e-6)}")
+assert as_one[9:, :9].min() > 1e-4, "without doc_ids the second sees the first"
+assert packed[9:, :9].max() < 1e-6, "with them it does not"
+assert packed.diagonal().min() > 1e-3
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.4))
+titles = "One document: the past, never the future", "Packed: each sees only itself"
+for axis, seen, title in zip(axes, (as_one, packed), titles, strict=True):
+    shown = seen.log10().masked_fill(seen < 1e-6, torch.nan)
+    image = axis.imshow(shown, cmap="viridis", vmin=-1.2, vmax=0)
+    axis.axhline(8.5, color=RED, lw=1)
+    axis.axvline(8.5, color=RED, lw=1)
+    axis.set(xlabel="input token s", ylabel="logits at token t")
+    axis.set_title(title)
+fig.colorbar(image, ax=axes, label="log10 of the influence; white: none")
+plt.show()
+
+# %% [markdown]
+# White above the diagonal is exactly zero. White in the lower left of the packed row is
+# zero up to the last bits of float32: a pair of tokens is rotated by two phases that
+# have both turned through the first document, and they cancel to rounding. The *decay*
+# between the documents is exactly zero.
+#
+# The same statements without derivatives. A changed token changes nothing before it.
+# The second document's logits are those it has alone. And leaving `doc_ids` out is the
+# classic silent fault of packed training: nothing is raised, the logits are just of
+# another text.
+
+# %%
+with torch.no_grad():
+    other = row.clone()
+    other[0, 17] = (row[0, 17] + 1) % 32
+    before, after = model(row), model(other)
+    assert distance(after[:, :17], before[:, :17]) < 1e-6
+    assert (after[:, 17:] - before[:, 17:]).abs().amax((0, 2)).min() > 1e-4
+    alone = model(row[:, 9:])
+    together = model(row, doc_ids=doc_ids)[:, 9:]
+    leaked = model(row)[:, 9:]
+assert distance(together, alone) < 1e-5
+print(f"doc_ids left out: logits of the second {distance(leaked, alone):.0%} off")
+assert distance(leaked, alone) > 0.05
+
+# %% [markdown]
+# ## Going on from a state
+# Everything the model knows about the past is one state per layer, $H D N$ complex
+# numbers each, however long the past. Read 33 tokens at once, then go on one by one:
+# the logits are those of the whole sequence.
+
+# %%
+text = torch.randint(32, (2, 48))
+with torch.no_grad():
+    whole = model(text)
+    logits, states = model(text[:, :33], return_states=True)
+    stepwise = [logits]
+    for t in range(33, 48):
+        logits, states = model(text[:, t : t + 1], states=states, return_states=True)
+        stepwise.append(logits)
+    forgetful = [model(text[:, t : t + 1]) for t in range(33, 48)]
+assert distance(torch.cat(stepwise, dim=1), whole) < 1e-5
+assert [tuple(state.shape) for state in states] == [(2, 4, 16, 8)] * 2
+lost = distance(torch.cat(forgetful, dim=1), whole[:, 33:])
+print(f"the states dropped at every step: {lost:.0%} off")
+assert lost > 0.05
+state_bytes = 28 * 16 * 64 * 64 * torch.zeros((), dtype=torch.complex64).nbytes
+print(f"the default model remembers in {state_bytes / 1e6:.1f} MB, at any length")
+assert state_bytes == 14_680_064
+
+# %% [markdown]
+# ## The target is the next token
+# `targets[:, t]` is the token *after* `tokens[:, t]`: the caller shifts, the model does
+# not. Forget the shift, and each token is asked to predict itself. How would you
+# notice? By a loss that is too good. On tokens drawn at random there is nothing to
+# learn, and no honest model gets below $\ln V$ on fresh data.
+
+# %%
+def random_text_loss(shift, steps=40, V=16):
+    """Loss on fresh random tokens during training; shift 1 is right, 0 forgets it."""
+    torch.manual_seed(11)
+    model = Mamba3Transformer({**vars(small), "vocab_size": V, "n_layers": 1})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        text = torch.randint(V, (8, 33))
+        loss = model(text[:, :32], text[:, shift : shift + 32])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+# %%
+honest_model, honest = random_text_loss(shift=1)
+copying_model, copying = random_text_loss(shift=0)
+floor = math.log(16)
+assert min(honest) > floor - 0.1, "random text cannot be predicted"
+assert copying[-1] < 0.1, "unless the answer is in the question"
+answers = copying_model(torch.arange(16)[None]).argmax(-1)
+assert torch.equal(answers, torch.arange(16)[None]), "it repeats what it is given"
+
+# %%
+fig, axis = plt.subplots(figsize=(6.0, 2.8))
+axis.plot(honest, color=BLUE, label="targets shifted by one")
+axis.plot(copying, color=RED, label="shift forgotten")
+axis.axhline(floor, color=BLACK, ls="--", lw=1, label="ln 16: all there is to know")
+axis.set(xlabel="optimizer step", ylabel="loss (nats per token)", ylim=(0, 3.4))
+axis.set_title("A loss below the entropy of the data is a leak, not a success")
+axis.legend(frameon=False, loc="center right")
+plt.show()
+
+# %% [markdown]
+# ## It can learn
+# The closing check of any new model: can it memorize a single batch? If 50 steps do not
+# bring the loss near zero, a gradient is missing somewhere. The batch is random, so
+# this is memory and nothing else. We run it twice, the second time with the mixer drawn
+# at random, the fault of the section on starting as the identity.
+
+# %%
+def memorize(respect_mark, steps=50):
+    """Loss on one fixed batch, step by step."""
+    torch.manual_seed(12)
+    model = Mamba3Transformer({**vars(small), "a_init": "decay"})
+    if not respect_mark:
+        for layer in model.layers:
+            nn.init.normal_(layer.mimo.weight, 0.0, small.init_std)
+    text = torch.randint(32, (4, 33))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        loss = model(text[:, :-1], text[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+# %%
+learned, losses = memorize(respect_mark=True)
+_, scrambled_losses = memorize(respect_mark=False)
+assert losses[-1] < 0.1 < 3 < losses[0]
+assert sum(scrambled_losses) > 1.1 * sum(losses), "a random mixer learns later"
+heads = head_blocks(learned.layers[0].mimo.weight - torch.eye(64), 4)
+assert heads.min() > 0.1, "every head now hears every other"
+
+# %%
+fig, (curve, grid) = plt.subplots(1, 2, figsize=(7.6, 2.9), width_ratios=(1.6, 1))
+curve.plot(losses, color=BLUE, label="mixer starts as the identity")
+curve.plot(scrambled_losses, color=RED, label="mixer drawn at random")
+curve.axhline(0.1, color=BLACK, ls="--", lw=1)
+curve.set(xlabel="optimizer step", ylabel="loss (nats per token)", ylim=(0, 3.6))
+curve.set_title("One batch is memorized in 50 steps")
+curve.legend(frameon=False)
+image = grid.imshow(heads, cmap="cividis", vmin=0)
+grid.set(xlabel="from head", ylabel="to head", xticks=range(4), yticks=range(4))
+grid.set_title("What the mixer learned")
+fig.colorbar(image, ax=grid, label="norm of block minus start", shrink=0.8)
+plt.show()
+
+# %% [markdown]
+# ## Pitfalls
+#
+# - **The layout of `in_proj` is a contract with every saved weight.** A wrong slice has
+#   the right shape. Test it by nudging columns, not by reading.
+# - **`.to(torch.bfloat16)` and `.half()` take the imaginary part of $A$.** Use
+#   autocast.
+# - **The mark `_identity_init` sits on the tensor.** `copy.deepcopy` drops it (checked
+#   below). Initialize once, in the constructor, and copy afterwards.
+# - **Sum, then divide.** A mean of means is not the mean, and the mean of nothing is
+#   NaN.
+# - **Count parameters, not entries** of the state dict: tied tensors appear twice
+#   there.
+# - **`doc_ids` see changes inside one call only.** A call that starts a new document
+#   starts without `states`; carrying them over is a leak that `doc_ids` cannot see.
+# - **A loss that is too good is a bug** until shown otherwise.
+
+# %%
+import copy
+
+copied = copy.deepcopy(learned)
+assert not hasattr(copied.layers[0].mimo.weight, "_identity_init")
+assert copied.lm_head.weight is copied.embed.weight, "the tie survives"
+
+# %% [markdown]
+# **Next:** [notebook 08](08_training.ipynb) trains this model on real text, with the
+# trainer of the package.

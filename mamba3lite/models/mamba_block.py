@@ -2,7 +2,8 @@
 #   notebooks/07_block_and_model.py
 """A block, and a language model
 
-The language model: embedding, a stack of Mamba-3-Lite blocks, and a tied output head.
+The language model from its parts: a head mixer, the Mamba-3-Lite block, and a stack of
+blocks between an embedding and an output head.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 __all__ = ["init_decay", "Mamba3Block"]
 
 
-# %% notebooks/07_block_and_model.py#the-block
+# %% notebooks/07_block_and_model.py#where-a-head-starts
 import math
 import warnings
 
@@ -24,13 +25,6 @@ from mamba3lite.models.mimo import MIMO
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise
 
 
-def _unavailable(dispatch: str) -> str | None:
-    """Why this dispatch cannot run here, or None when it can."""
-    if dispatch == "pytorch":
-        return None
-    return f"this version of mamba3lite has no {dispatch} kernel"
-
-
 def init_decay(n_heads: int, a_init: str) -> Complex[Tensor, "H"]:
     """The complex decay rate A that every head starts from.
 
@@ -42,13 +36,21 @@ def init_decay(n_heads: int, a_init: str) -> Complex[Tensor, "H"]:
 
     Returns: A, complex64, Re(A) < 0.
 
-    Source: notebook 07, "The block".
+    Source: notebook 07, "Where a head starts".
     """
     if a_init == "decay":
         return torch.full((n_heads,), -1.0, dtype=torch.complex64)
     head = torch.arange(n_heads, dtype=torch.float64)
     rate = 10.0 ** (-3 + 3 * (0.618 * head).frac())
     return torch.complex(-rate, math.pi * head / n_heads).to(torch.complex64)
+
+
+# %% notebooks/07_block_and_model.py#six-streams-from-one-matrix
+def _unavailable(dispatch: str) -> str | None:
+    """Why this dispatch cannot run here, or None when it can."""
+    if dispatch == "pytorch":
+        return None
+    return f"this version of mamba3lite has no {dispatch} kernel"
 
 
 class Mamba3Block(nn.Module):

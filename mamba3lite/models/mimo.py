@@ -2,7 +2,8 @@
 #   notebooks/07_block_and_model.py
 """A block, and a language model
 
-The language model: embedding, a stack of Mamba-3-Lite blocks, and a tied output head.
+The language model from its parts: a head mixer, the Mamba-3-Lite block, and a stack of
+blocks between an embedding and an output head.
 """
 
 from __future__ import annotations
