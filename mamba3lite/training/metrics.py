@@ -34,10 +34,7 @@ class MetricsLog:
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one line; a float that is not finite becomes null, as JSON has none."""
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
+        finite = {key: finite_or_none(value) for key, value in row.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite, allow_nan=False) + "\n")
 
@@ -64,6 +61,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise MetricsError(f"{path}: line {number} is not JSON") from None
     return rows
+
+
+def finite_or_none(value: Any) -> Any:
+    """The value itself; None for a float that is infinite or not a number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sample_header(step: int) -> str:
