@@ -92,7 +92,8 @@ def test_exported_cells_are_titled_with_the_module_they_go_to(tmp_path):
 
 def test_outputs_follow_their_cell_and_figures_come_back_as_bytes(tmp_path):
     figure = shown(image_png=base64.b64encode(PNG).decode(), text_plain="<Figure>")
-    drawing = shown(image_svg0xml="<svg></svg>")
+    svg = "<svg><title>A block, drawn</title></svg>"
+    drawing = shown(image_svg0xml=svg)
     source = 'ax.set_title("Decay\\nslows [down]")\nplt.show()'
     path = write_notebook(
         tmp_path,
@@ -104,10 +105,10 @@ def test_outputs_follow_their_cell_and_figures_come_back_as_bytes(tmp_path):
         code_cell("SVG(block)", outputs=(drawing,)),
     )
     page, figures = site.notebook_page(path)
-    assert figures == {"figure_01.png": PNG, "figure_02.svg": b"<svg></svg>"}
+    assert figures == {"figure_01.png": PNG, "figure_02.svg": svg.encode()}
     assert "```` { .text .output }\none ```\n````" in page
     assert "![Decay slows down](01_a_files/figure_01.png)" in page
-    assert "![The block](01_a_files/figure_02.svg)" in page
+    assert "![A block, drawn](01_a_files/figure_02.svg)" in page
     assert page.index("print(1)") < page.index("one ```") < page.index("figure_01")
 
 

@@ -434,7 +434,8 @@ def _output(
             raw = data[kind]
             name = f"figure_{len(figures) + 1:02}.{suffix}"
             figures[name] = raw.encode() if suffix == "svg" else base64.b64decode(raw)
-            alt = re.sub(r"[\[\]\"]", "", alt)
+            own = re.search(r"<title>([^<]+)</title>", raw) if suffix == "svg" else None
+            alt = re.sub(r"[\[\]\"]", "", own[1] if own else alt)
             return f"![{alt}]({stem}_files/{name}){{ .figure }}"
     if "text/markdown" in data:
         return _page_markdown(data["text/markdown"])
