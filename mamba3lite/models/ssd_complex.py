@@ -245,11 +245,11 @@ def causal_decay(
     Source: notebook 03, "The causal matrix"; arXiv 2405.21060, section 6.
     """
     total = log_magnitude.cumsum(-1)
-    span = total.unsqueeze(-1) - total.unsqueeze(-2)
+    span = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(dtype)
     steps = span.shape[-1]
     future = torch.ones(steps, steps, dtype=torch.bool, device=span.device).triu(1)
     # Select before exp: above the diagonal the exponent is positive and exp overflows.
-    return span.masked_fill_(future, -torch.inf).to(dtype).exp()
+    return span.masked_fill_(future, -torch.inf).exp_()
 
 
 # %% notebooks/03_chunkwise_ssd.py#a-phase-factors-a-magnitude-must-not
@@ -346,8 +346,7 @@ def _log_decay(
     At a reset the log decay is a constant so negative that its exponential is exactly
     0 in the working precision: -200, or -800 for double inputs.
     """
-    log_decay = F.softplus(dt.double()).unsqueeze(-1) * A.to(torch.complex128)[:, None]
-    log_decay = log_decay.squeeze(-1)
+    log_decay = F.softplus(dt.double()) * A.to(torch.complex128)
     turns = (log_decay.imag.detach() / (2 * torch.pi)).round()
     log_decay = log_decay - torch.complex(torch.zeros_like(turns), turns * 2 * torch.pi)
     if reset is not None:
