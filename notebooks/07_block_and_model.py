@@ -91,6 +91,7 @@ normed = {start: loudness(start, normalize=True) for start in starts}
 assert plain[0.1][-1] / plain[0.1][0] < 1.5, "a quiet stream: the branches are silent"
 assert not math.isfinite(plain[3.0][-1]), "a loud one leaves float32"
 assert max(normed[start][-1] for start in starts) < 10
+assert 1.7 < normed[0.1][28] / normed[0.1][7] < 2.3, "four times as deep, twice as loud"
 
 # %%
 fig, axis = plt.subplots(figsize=(6.2, 2.9))
@@ -187,10 +188,8 @@ together = down(F.silu(gate) * up)
 apart = (F.silu(v @ W_gate.T) * (v @ W_up.T)) @ down.weight.T
 assert distance(together, apart) < 1e-6
 assert sum(p.numel() for p in (gate_up.weight, down.weight)) == 3 * d * f
-# Twice the input: four times the output, had the gate been linear. It is close to that.
-assert 3.0 < down(F.silu(10 * gate) * 10 * up).norm() / (
-    down(F.silu(5 * gate) * 5 * up).norm()
-) < 4.2
+loud, louder = (down(F.silu(k * gate) * k * up).norm() for k in (5, 10))
+assert 3.0 < louder / loud < 4.2, "twice the input, about four times the output"
 
 # What breaks: reading the halves the other way round. Shapes fit, nothing is raised,
 # and weights trained by one convention are noise under the other.
@@ -280,6 +279,10 @@ plt.show()
 # read-out before it, `out_proj` after it), so a single matrix could do the work of
 # mixer and `out_proj` together. What it changes is where training starts and how the
 # gradient flows, not what the model can express.
+#
+# Of that paper's three ideas this model has one, the complex state, in a simpler form:
+# the angle of $A$ is learned per head, but does not depend on the token. It has neither
+# the trapezoidal rule nor MIMO in the recurrence.
 
 # %%
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
@@ -407,8 +410,8 @@ assert "d_modl" in refused(TypeError, d_modl=512)
 assert ModelConfig.of({"d_model": 512}) == ModelConfig(d_model=512)
 
 # %% [markdown]
-# `state_dim` counts complex numbers; the evenness is a bookkeeping rule, so that 64
-# complex coordinates can be spoken of as 128 real ones in whole halves.
+# `state_dim` counts complex numbers: 64 of them are 128 real coordinates. `max_seq_len`
+# is for data and logs; the recurrence itself knows no longest sequence.
 #
 # ## Where a head starts
 # Each layer holds one complex $A$ per head. Its real part says how fast the head
@@ -468,6 +471,8 @@ step = F.softplus(torch.zeros(()))
 left = (step * spectrum.real * half_life).exp()
 assert left.sub(0.5).abs().max() < 1e-6, "half is left after one half-life"
 assert half_life.max().round() == 1000 and half_life.min() < 1.5
+gaps = half_life.log10().sort().values.diff()
+assert gaps.max() < 3 * gaps.min(), "evenly spread"
 assert torch.allclose(-1 / decay.real, torch.ones(16)), "one token, every head"
 assert distance(spectrum.imag, torch.arange(16) * math.pi / 16) < 1e-6
 
@@ -852,9 +857,10 @@ except TypeError as error:
     print(error)
 
 # %% [markdown]
-# The way that works is autocast: parameters stay in float32, matrix products run in
-# bfloat16, and the scan is cast back to float32 before complex numbers are put
-# together.
+# (`.bfloat16()` is another spelling with another meaning: it leaves complex tensors
+# alone.) For training the way is autocast: parameters stay in float32, matrix products
+# run in bfloat16, and the projection is cast back to float32 before complex numbers are
+# put together.
 
 # %%
 turning_block = Mamba3Block(turning)
@@ -863,6 +869,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     got = turning_block(u)
 assert turning_block.A.dtype == torch.complex64
 assert 1e-5 < distance(got, expected) < 2e-2, "bfloat16 rounds, and no more than that"
+assert Mamba3Block(turning).bfloat16().A.dtype == torch.complex64
 
 # %% [markdown]
 # ### A dispatch that is not there
@@ -881,9 +888,10 @@ assert str(heard[0].message).startswith("layer 3: ssd_dispatch='triton' unavaila
 
 # %% [markdown]
 # ### Computing again instead of keeping
-# For the backward pass autograd keeps the activations of every layer, and they are most
-# of what training occupies. With `grad_checkpoint` a block keeps its input alone and
-# runs a second time when its gradient is due. Same gradients, one more forward pass.
+# For the backward pass autograd keeps the activations of every layer. Unlike the
+# weights they grow with the batch and with the length of its rows. With
+# `grad_checkpoint` a block keeps its input alone and runs a second time when its
+# gradient is due. Same gradients, one more forward pass.
 
 # %%
 def trained_once(grad_checkpoint):
@@ -1180,6 +1188,9 @@ assert logits.shape == (3, 40, 32) and logits.dtype == torch.float32
 plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 assert abs(loss - plain) < 1e-6
 assert abs(loss - math.log(32)) < 0.1, "an untrained model knows nothing: ln 32"
+layer = model.layers[0]
+narrower = layer.out_proj.weight.std() / layer.in_proj.weight.std()
+assert abs(narrower - 1 / (2 * small.n_layers) ** 0.5) < 0.03
 loss_sum, n_valid = model(tokens, targets, reduction="sum")
 assert n_valid == 120 and abs(loss_sum / n_valid - loss) < 1e-6
 
@@ -1524,8 +1535,7 @@ plt.show()
 #
 # - **The layout of `in_proj` is a contract with every saved weight.** A wrong slice has
 #   the right shape. Test it by nudging columns, not by reading.
-# - **`.to(torch.bfloat16)` and `.half()` take the imaginary part of $A$.** Use
-#   autocast.
+# - **`.to(torch.bfloat16)` takes the imaginary part of $A$.** Use autocast.
 # - **The mark `_identity_init` sits on the tensor.** `copy.deepcopy` drops it (checked
 #   below). Initialize once, in the constructor, and copy afterwards.
 # - **Sum, then divide.** A mean of means is not the mean, and the mean of nothing is
