@@ -599,7 +599,6 @@ def run_training(
     try:
         config = load_config(config_name, overrides)
         display = Display(config.total_steps)
-        print_config(config, display.line)
         (rehearse if dry_run else train)(config, resume, display)
         return 0
     except TrainingFailed as error:
@@ -632,6 +631,7 @@ def train(config: RunConfig, resume: str, display: Display) -> None:
     else:
         prepare_data(config.data, folder, display.line)
     run = Pretrainer(config, folder, display)
+    print_config(config, display.line)
     display.line(
         f"{count_parameters(run.model):,} parameters, {run.total_steps:,} steps of "
         f"{config.tokens_per_step:,} tokens, {run.device}, "
@@ -654,6 +654,7 @@ def rehearse(config: RunConfig, resume: str, display: Display) -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prepare_data(config.data, folder, display.line)
         run = Pretrainer(config, folder, display)
+        print_config(config, display.line)
         checkpoint = choose_checkpoint(run.run_dir, resume, display.line)
         if checkpoint is not None:
             run.restore(checkpoint)
