@@ -489,6 +489,10 @@ print(f"had we taken h/H for both: {correlation(ordered):+.2f}")
 assert abs(correlation(spectrum)) < 0.2 and correlation(ordered) > 0.99
 
 # %%
+def inverse(rate):
+    return 1 / rate.clip(min=1e-9)  # matplotlib tries 0 as well
+
+
 fig, plane = plt.subplots(figsize=(6.2, 3.4))
 plane.scatter(-spectrum.real, spectrum.imag, color=BLUE, zorder=3)
 for h, value in enumerate(spectrum.tolist()):
@@ -497,7 +501,7 @@ plane.scatter([1], [0], color=RED, marker="D", zorder=4)
 plane.annotate('  all heads of "decay"', (1, 0), color=RED, va="center")
 plane.set(xscale="log", xlim=(1.6, 7e-4), ylim=(-0.15, 3.2))
 plane.set(xlabel="-Re A (1 per unit of step)", ylabel="Im A (rad per unit of step)")
-memory = plane.secondary_xaxis("top", functions=(lambda r: 1 / r, lambda r: 1 / r))
+memory = plane.secondary_xaxis("top", functions=(inverse, inverse))
 memory.set_xlabel("half-life at dt = 0 (tokens)")
 plane.set_title('Heads of "spectrum": each memory, from short to long, at any angle')
 plt.show()
@@ -806,6 +810,20 @@ axis.set(yticks=range(6), yticklabels=columns, xticks=range(0, 24, 2))
 axis.set(xlabel="column that was nudged", ylabel="stream that moved")
 axis.set_title("One column moves one stream: a staircase without gaps or overlaps")
 plt.show()
+
+# %% [markdown]
+# With the streams known, the two lines of the formula can be written out with bare
+# matrices, and the block must agree.
+
+# %%
+W = {name: weight.detach() for name, weight in block.named_parameters()}
+v = rms_norm(u, W["norm_ssd.weight"])
+y, _ = block._ssd_with_dispatch(v @ W["in_proj.weight"].T)
+u1 = u + y.flatten(-2) @ W["mimo.weight"].T @ W["out_proj.weight"].T
+gate, up = (rms_norm(u1, W["norm_ffn.weight"]) @ W["ffn_gate_up.weight"].T).split(8, -1)
+u2 = u1 + (F.silu(gate) * up) @ W["ffn_down.weight"].T
+assert distance(block(u), u2) < 1e-6
+assert distance(u1, u2) > 1e-2 < distance(u, u1), "both branches have a say"
 
 # %% [markdown]
 # ### What breaks when the layout is misread
