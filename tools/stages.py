@@ -14,8 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-# The kernels that nbval starts see what tools/notebooks.py ran the notebooks with.
-ENVIRONMENT = os.environ | {"PYTHONHASHSEED": "0"}
+# The kernels that nbval starts see what tools/notebooks.py ran the notebooks with; and
+# the site's build is quiet unless something is wrong.
+ENVIRONMENT = os.environ | {"PYTHONHASHSEED": "0", "NO_MKDOCS_2_WARNING": "1"}
 
 CHECK = {
     "ruff": "ruff check .",
