@@ -24,7 +24,7 @@
 # **You need** the chunkwise scan of
 # [notebook 03](03_chunkwise_ssd.ipynb); from PyTorch, `nn.Module` and autograd.
 #
-# **It takes** about 15 seconds to run on two CPU cores, and about ninety
+# **It takes** about 20 seconds to run on two CPU cores, and about ninety
 # minutes to read with care.
 #
 # **Its exported cells build** three modules: `mimo.py`, `mamba_block.py` and
