@@ -18,7 +18,7 @@ lab: $(READY)
 	$(VENV)/bin/jupyter lab --notebook-dir notebooks
 
 docs: $(READY)
-	$(VENV)/bin/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs serve
 
 export: $(READY)
 	$(PY) tools/export.py

@@ -61,6 +61,7 @@ import yaml
 
 # %%
 from mamba3lite.data import DataError
+from mamba3lite.data.corpora import zlib_bits_per_byte
 from mamba3lite.data.prepare import prepare
 from mamba3lite.data.shards import HEADER, Header
 from mamba3lite.generate import generate
@@ -77,7 +78,6 @@ from mamba3lite.training.metrics import (
     bits_per_byte,
     plot_runs,
     read_metrics,
-    zlib_bits_per_byte,
 )
 from mamba3lite.training.optim import (
     build_optimizer,

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,11 +96,6 @@ def replace_text(path: Path, text: str) -> None:
 def bits_per_byte(loss_sum: float, n_bytes: float) -> float:
     """Summed cross-entropy in nats over text of ``n_bytes`` bytes, as bits a byte."""
     return loss_sum / math.log(2) / n_bytes
-
-
-def zlib_bits_per_byte(text: bytes) -> float:
-    """What zlib at level 9 needs for the same text as one stream."""
-    return 8 * len(zlib.compress(text, 9)) / len(text)
 
 
 # --------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import mamba3lite
 from mamba3lite.data import DataError
+from mamba3lite.data.corpora import zlib_bits_per_byte
 from mamba3lite.data.prepare import prepare
 from mamba3lite.data.shards import load_index
 from mamba3lite.generate import stream
@@ -66,7 +67,6 @@ from mamba3lite.training.metrics import (
     read_metrics,
     replace_text,
     sample_header,
-    zlib_bits_per_byte,
 )
 from mamba3lite.training.optim import (
     build_optimizer,
