@@ -32,7 +32,7 @@ from mamba3lite.cli import app
 from mamba3lite.training.config import SECTIONS
 
 ROOT = Path(__file__).parents[1]
-_spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools/site.py")
+_spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools/site_hook.py")
 site = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(site)
 

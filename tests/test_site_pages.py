@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def load_tool(name: str):
-    """A module of tools/; `site` would otherwise be the standard library's."""
+    """A module of tools/, which is no package."""
     spec = importlib.util.spec_from_file_location(
         f"tool_{name}", ROOT / f"tools/{name}.py"
     )
@@ -30,7 +30,7 @@ def load_tool(name: str):
     return module
 
 
-site, stages = load_tool("site"), load_tool("stages")
+site, stages = load_tool("site_hook"), load_tool("stages")
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAA"
@@ -238,7 +238,7 @@ def tree(tmp_path):
     """A working tree with the real configuration, hook and style, and two pages."""
     for folder in ("docs/assets", "docs/references", "mamba3lite", "tools", "tests"):
         (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(ROOT / "tools/site.py", tmp_path / "tools")
+    shutil.copy(ROOT / "tools/site_hook.py", tmp_path / "tools")
     shutil.copy(ROOT / "docs/assets/site.css", tmp_path / "docs/assets")
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[0]
     nav = "\nnav:\n  - index.md\n  - Notebooks: []\n  - references/api.md\n"
