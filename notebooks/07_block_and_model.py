@@ -971,7 +971,9 @@ def _cross_entropy_sum(
 
     def chunk_loss(hidden, targets):
         logits = F.linear(hidden, weight).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten().long(), reduction="sum"
+        )
 
     batch, time = targets.shape
     steps = max(1, _LOGITS_AT_ONCE // (batch * weight.shape[0]))
@@ -1030,7 +1032,9 @@ class Largest(TorchDispatchMode):
 def plain_sum(hidden, weight, targets):
     """The textbook loss: all logits first."""
     logits = hidden @ weight.T
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten().long(), reduction="sum"
+        )
 
 
 def measured(loss_sum, hidden, weight, targets):
@@ -1143,8 +1147,11 @@ class Mamba3Transformer(nn.Module):
             logits (B, T, V) float32; a scalar loss; `(loss_sum, n_valid)`; or
             `(logits, states)` with states a list of (B, H, D, N) complex64.
 
-        Raises: ValueError for an unknown reduction, shapes that differ, ids out of
-            range (on a CPU, in eager mode), or targets together with return_states.
+        Raises:
+            TypeError: tokens, targets or doc_ids neither int64 nor int32.
+            ValueError: an unknown reduction, shapes that differ, no token, ids out of
+                range (on a CPU, in eager mode), states that are not one per layer, or
+                targets together with return_states.
         """
         self._check_call(tokens, targets, doc_ids, reduction, return_states)
         hidden, states = self._hidden(tokens, doc_ids, states)
@@ -1164,6 +1171,10 @@ class Mamba3Transformer(nn.Module):
             reset = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
         if states is None:
             states = [None] * len(self.layers)
+        if len(states) != len(self.layers):
+            raise ValueError(
+                f"states holds {len(states)}; wanted {len(self.layers)}, one per layer"
+            )
         u, final_states = self.embed(tokens), []
         for layer, state in zip(self.layers, states, strict=True):
             u, state = layer(u, reset, state, return_final_states=True)
@@ -1175,8 +1186,18 @@ class Mamba3Transformer(nn.Module):
             raise ValueError(f"reduction is {reduction!r}; wanted 'mean' or 'sum'")
         if targets is not None and return_states:
             raise ValueError("return_states goes with logits; leave targets out")
-        for name, ids in {"targets": targets, "doc_ids": doc_ids}.items():
-            if ids is not None and ids.shape != tokens.shape:
+        if tokens.ndim != 2 or not tokens.numel():
+            raise ValueError(
+                f"tokens has shape {tuple(tokens.shape)}; wanted (B, T), neither 0"
+            )
+        for name, ids in zip(
+            ("tokens", "targets", "doc_ids"), (tokens, targets, doc_ids), strict=True
+        ):
+            if ids is None:
+                continue
+            if ids.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{name} is {ids.dtype}; wanted int64 or int32")
+            if ids.shape != tokens.shape:
                 raise ValueError(
                     f"{name} has shape {tuple(ids.shape)}; wanted {tuple(tokens.shape)}"
                     ", one for every token"

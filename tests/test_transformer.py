@@ -538,6 +538,30 @@ def test_shapes_that_differ_from_the_tokens_are_refused():
         model(tokens, doc_ids=tokens[:, 1:])
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0), (4,), (1, 2, 4)])
+def test_tokens_that_are_no_batch_are_named(shape):
+    with pytest.raises(ValueError, match=r"tokens has shape .*; wanted \(B, T\)"):
+        random_model()(torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["tokens", "targets", "doc_ids"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool, torch.float])
+def test_ids_of_another_dtype_are_named(name, dtype):
+    ids = {"tokens": random_tokens()}
+    ids[name] = random_tokens().to(dtype)
+    with pytest.raises(TypeError, match=f"{name} is {dtype}; wanted int64 or int32"):
+        random_model()(**ids)
+
+
+def test_int32_ids_give_the_same_loss():
+    model, tokens = random_model(), random_tokens()
+    wide = model(tokens, targets=tokens, doc_ids=tokens)
+    narrow = model(*[tokens.int()] * 3)
+    assert torch.equal(wide, narrow)
+
+
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="reduction is 'none'; wanted 'mean' or 'sum'"):
         random_model()(random_tokens(), targets=random_tokens(), reduction="none")
@@ -648,7 +672,7 @@ def test_a_continued_document_does_not_reset_at_its_first_step():
 def test_one_state_for_each_layer_is_wanted():
     g = torch.Generator().manual_seed(0)
     state = complex_normal(2, 2, 4, 6, generator=g)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"states holds 1; wanted 2, one per layer"):
         random_model()(random_tokens(), states=[state])
 
 
