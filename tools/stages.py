@@ -7,6 +7,7 @@ A failing stage does not stop the ones after it; the exit status is 1 if any fai
 """
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -38,8 +39,9 @@ def run(stages: dict[str, str]) -> int:
     for name, command in stages.items():
         print(f"== {name}: {command}", flush=True)
         start = time.perf_counter()
+        program, *arguments = shlex.split(command)
         status = subprocess.run(
-            f"{BIN}/{command}", shell=True, cwd=ROOT, env=ENVIRONMENT
+            [BIN / program, *arguments], cwd=ROOT, env=ENVIRONMENT
         ).returncode
         rows.append((name, time.perf_counter() - start, status))
     print("\nstage            seconds")
