@@ -1,4 +1,4 @@
-"""`make check` and `make test` run every stage, say how long it took, and fail loudly."""
+"""`make check` and `make test` run every stage, time it, and fail loudly."""
 
 import importlib.util
 from pathlib import Path
