@@ -114,7 +114,7 @@ def plot(
     """Draw loss, validation, learning rate, gradient norm and speed as a PNG."""
     from mamba3lite.training.metrics import MetricsError, plot_runs
 
-    with one_line_errors("plot", MetricsError):
+    with one_line_errors("plot", MetricsError, OSError):
         where = out or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
         plot_runs(runs, where)
         typer.echo(f"{where}")
@@ -190,7 +190,10 @@ def one_line_errors(command: str, *mistakes: type[Exception]) -> Iterator[None]:
     try:
         yield
     except mistakes as error:
-        to_stderr(f"mamba3lite {command}: {error}")
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = f"{error.filename}: {error.strerror}"
+        to_stderr(f"mamba3lite {command}: {reason}")
         raise typer.Exit(2) from None
 
 

@@ -171,6 +171,22 @@ def test_an_output_path_that_is_a_file_is_one_line(prepared, tmp_path):
     assert result.stderr == f"mamba3lite train: {tmp_path / 'run'}: File exists\n"
 
 
+@pytest.mark.parametrize("line", ["{torn", "5"])
+def test_damaged_metrics_are_one_line_and_exit_2(finished, tmp_path, line):
+    _, run, _ = finished
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    metrics = copy / "metrics.jsonl"
+    metrics.write_text(f"{line}\n{metrics.read_text()}")
+    result = invoke(
+        "train", "--config", copy / "config.yaml", "--set", f"training.save_dir={copy}",
+        "--set", "training.total_steps=9",
+    )  # fmt: skip
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"mamba3lite train: {metrics}: line 1 is not ")
+    assert result.stderr.count("\n") == 1
+
+
 # --------------------------------------------------------------------------------------
 # The other commands
 
@@ -201,6 +217,43 @@ def test_plot_overlays_runs(finished, tmp_path):
     result = invoke("plot", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == f"mamba3lite plot: {tmp_path}: no metrics.jsonl here\n"
+
+
+def test_a_plot_that_cannot_be_written_leaves_nothing(finished, tmp_path):
+    _, run, _ = finished
+    folder, missing = tmp_path / "folder", tmp_path / "none" / "a.png"
+    folder.mkdir()
+    for out, line in [
+        (folder, f"{folder}: is a folder; give the name of a PNG file"),
+        (missing, f"{missing}: there is no folder {missing.parent}; make it first"),
+        (tmp_path / ("x" * 300), f"{tmp_path / ('x' * 300)}: File name too long"),
+    ]:
+        result = invoke("plot", run, "--out", out)
+        assert result.exit_code == 2, result.output
+        assert result.stderr == f"mamba3lite plot: {line}\n"
+    assert list(tmp_path.rglob("*")) == [folder]
+
+
+def test_a_plot_of_damaged_metrics_is_one_line(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    for line in ("5", '{"loss": 1}', '{"step": 1, "loss": "low"}',
+                 '{"step": 1, "val_windows": "all"}'):  # fmt: skip
+        metrics.write_text(f"{line}\n")
+        result = invoke("plot", tmp_path)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith(f"mamba3lite plot: {metrics}: line 1 ")
+        assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [metrics]
+
+
+def test_a_plot_of_extreme_numbers_and_of_none(tmp_path):
+    rows = ['{"step": 0, "loss": 1e299, "lr": 0, "grad_norm": 0}',
+            '{"step": 9, "loss": -1e299, "lr": null, "grad_norm": 1e299}',
+            '{"step": 9, "val_windows": "all", "val_bpb": null, "zlib_bpb": 2}']  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    result = invoke("plot", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 
 def test_prepare_counts_what_it_wrote(tmp_path):

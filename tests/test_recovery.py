@@ -479,6 +479,41 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
         read_metrics(path)
 
 
+DAMAGED_LINES = {
+    "5": "is not a JSON object",
+    "[" * 100_000: "is not JSON",
+    '{"loss": 1}': "has no step",
+    '{"step": "1"}': "has a step that is no count",
+    '{"step": true}': "has a step that is no count",
+    '{"step": 1, "loss": "low"}': "has a loss that is neither a finite number nor null",
+    '{"step": 1, "lr": NaN}': "has a lr that is neither a finite number nor null",
+    '{"step": 1, "val_windows": "all", "zlib_bpb": 2}': "evaluates the whole split "
+    "without val_bpb",
+    '{"step": 1, "val_windows": "all", "val_bpb": 2}': "evaluates the whole split "
+    "without zlib_bpb",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED_LINES, ids=range(len(DAMAGED_LINES)))
+def test_a_line_that_is_no_metrics_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(MetricsError) as error:
+        read_metrics(path)
+    assert str(error.value) == (
+        f"{path}: line 2 {DAMAGED_LINES[line]}; repair the line or move the file away "
+        "(the checkpoints are intact and do not need it)"
+    )
+
+
+def test_a_run_goes_on_after_damaged_metrics_are_moved_away(stopped):
+    stopped.metrics.path.write_text('{"step": 1}\n5\n{"step": 3}\n')
+    with pytest.raises(MetricsError, match="line 2 is not a JSON object"):
+        resume(stopped, "auto")
+    stopped.metrics.path.unlink()
+    assert set(losses(resume(stopped, "auto"))) == {6}
+
+
 def test_later_samples_are_cut(tmp_path):
     path = tmp_path / "samples.txt"
     early = f"{sample_header(5)}some text\n===== not a header\n"

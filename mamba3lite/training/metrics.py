@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,49 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line cut short by a crash is left out.
 
-    Raises: MetricsError for a damaged line anywhere else.
+    Each row has a step; what is drawn from it is a finite number or None.
+    Raises: MetricsError naming the line for any other damage.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise MetricsError(f"{path}: line {number} is not JSON") from None
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines):
+                break
+            fault = "is not JSON"
+        else:
+            fault = _row_fault(row)
+        if fault:
+            raise MetricsError(
+                f"{path}: line {number} {fault}; repair the line or move the file "
+                "away (the checkpoints are intact and do not need it)"
+            )
+        rows.append(row)
     return rows
+
+
+def _row_fault(row: Any) -> str | None:
+    """What is wrong with a line that is JSON, or None."""
+    if not isinstance(row, dict):
+        return "is not a JSON object"
+    step = row.get("step")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+        return "has no step" if "step" not in row else "has a step that is no count"
+    whole = ("val_bpb", "zlib_bpb") if row.get("val_windows") == "all" else ()
+    if missing := [key for key in whole if key not in row]:
+        return f"evaluates the whole split without {missing[0]}"
+    for key in (*(key for key, _ in PANELS), "zlib_bpb"):
+        if not _drawable(row.get(key)):
+            return f"has a {key} that is neither a finite number nor null"
+    return None
+
+
+def _drawable(value: Any) -> bool:
+    """True for None and for numbers that a plot can show."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (number and abs(value) < 1e300)
 
 
 def finite_or_none(value: Any) -> Any:
@@ -113,16 +146,35 @@ PANELS = (
 def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
     """Draw the curves of one or several runs, overlaid, into a PNG.
 
-    Raises: MetricsError for a folder without metrics.
+    Raises: MetricsError for a folder without metrics or a place that cannot hold the
+    PNG; OSError, and nothing left behind, when the disk refuses it.
     """
-    runs = {}
-    for run_dir in run_dirs:
-        path = run_dir / "metrics.jsonl"
-        if not path.is_file():
-            raise MetricsError(f"{run_dir}: no metrics.jsonl here")
-        if not (rows := read_metrics(path)):
-            raise MetricsError(f"{path}: empty")
-        runs[str(run_dir)] = rows
+    if out.is_dir():
+        raise MetricsError(f"{out}: is a folder; give the name of a PNG file")
+    if not out.parent.is_dir():
+        raise MetricsError(f"{out}: there is no folder {out.parent}; make it first")
+    figure = _draw_runs({str(run_dir): _rows_of(run_dir) for run_dir in run_dirs})
+    temporary = out.with_name(f".tmp-{out.name}")
+    try:
+        figure.savefig(temporary, format="png", dpi=110)
+        os.replace(temporary, out)
+    except OSError as error:  # name the file that was asked for
+        raise OSError(error.errno, error.strerror, str(out)) from None
+    finally:
+        with suppress(OSError):  # a name that the disk refuses cannot be deleted either
+            temporary.unlink()
+
+
+def _rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise MetricsError(f"{run_dir}: no metrics.jsonl here")
+    if not (rows := read_metrics(path)):
+        raise MetricsError(f"{path}: empty")
+    return rows
+
+
+def _draw_runs(runs: dict[str, list[dict]]) -> Figure:
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3).flat
@@ -132,9 +184,7 @@ def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
     last.set_axis_off()
     handles, labels = axes[0].get_legend_handles_labels()
     last.legend(handles, labels, loc="center", title="run", frameon=False)
-    temporary = out.with_name(f".tmp-{out.name}")
-    figure.savefig(temporary, format="png", dpi=110)
-    os.replace(temporary, out)
+    return figure
 
 
 def _draw_panel(axis, key: str, label: str, runs: dict[str, list[dict]]) -> None:
@@ -164,6 +214,8 @@ def _draw_panel(axis, key: str, label: str, runs: dict[str, list[dict]]) -> None
 def _draw_whole_split(axis, rows: list[dict], color: str) -> None:
     """The final evaluation and the compressor that saw the same text."""
     for row in rows:
+        if row["val_bpb"] is None or row["zlib_bpb"] is None:
+            continue
         axis.plot(row["step"], row["val_bpb"], "*", color=color, markersize=10)
         axis.axhline(row["zlib_bpb"], color=color, linestyle="--", linewidth=1)
         axis.set_title("line: a subset; star: the whole split; dashes: zlib -9")

@@ -7,10 +7,12 @@ was not (on a CPU, at the same number of threads).
 """
 
 import argparse
+import hashlib
 import math
 import os
 import platform
 import resource
+import shlex
 import sys
 import tempfile
 import time
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 import mamba3lite
 from mamba3lite.data import DataError
 from mamba3lite.data.corpora import zlib_bits_per_byte
-from mamba3lite.data.prepare import prepare
+from mamba3lite.data.prepare import is_prepared, prepare
 from mamba3lite.data.shards import load_index
 from mamba3lite.generate import stream
 from mamba3lite.models.transformer import Mamba3Transformer
@@ -59,6 +61,7 @@ from mamba3lite.training.estimate import (
 )
 from mamba3lite.training.metrics import (
     Display,
+    MetricsError,
     MetricsLog,
     bits_per_byte,
     clock,
@@ -81,6 +84,8 @@ from mamba3lite.training.recovery import (
     StopSignals,
     TrainingFailed,
     choose_checkpoint,
+    no_run_folder,
+    require_run_folder,
     require_space,
     set_newer_aside,
 )
@@ -171,18 +176,21 @@ def evaluate(
     windows: Sequence[int] | None = None,
     bf16: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[float, int] | None:
     """Summed loss in nats and number of targets over a validation split.
 
     Every window starts from a zero state, and the state resets at documents.
 
-    Args: windows: some of the windows; all of them when None.
+    Args: windows: some of the windows; all of them when None. progress: called after
+    each batch as progress(windows done, windows in all).
     Returns: (loss_sum, n_targets), or None when ``stop`` asked to give up.
     """
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    loss_sum, n_targets = 0.0, 0
+    loss_sum, n_targets, done = 0.0, 0, 0
+    total = data.n_eval_windows if windows is None else len(windows)
     try:
         for batch in data.eval_batches(batch_rows, windows):
             if stop():
@@ -194,6 +202,8 @@ def evaluate(
                 )
             loss_sum += float(part)
             n_targets += int(n)
+            done += len(tokens)
+            progress(done, total)
     finally:
         model.train(training)
     return loss_sum, n_targets
@@ -236,6 +246,7 @@ class Pretrainer:
 
     sample_tokens = 200
     final_sample_tokens = 400
+    seconds_between_lines = 5.0
 
     def __init__(self, config: RunConfig, data_folder: Path, display: Display):
         self.config, self.display = config, display
@@ -248,12 +259,13 @@ class Pretrainer:
         self.bf16 = precision == "bf16" or (precision == "auto" and on_gpu)
         self._open_data()
         self._build_model()
-        self.step = self.skipped = 0
+        self.step = self.skipped = self.tokens = 0
         self.saved_step: int | None = None
         self.guard = BadStepGuard(config.training.nan_guard_max_consecutive)
         self.stop = StopSignals()
         self.started, self.earlier_s = time.perf_counter(), 0.0
         self.meter_tokens, self.meter_s = 0, 0.0
+        self.shown = time.monotonic()
 
     def _open_data(self) -> None:
         model, training = self.config.model, self.config.training
@@ -298,7 +310,11 @@ class Pretrainer:
         Args: resume: ``auto``, ``never``, ``must``, a step, or a checkpoint's path.
         Returns: True when the run is finished, False when it was stopped and saved.
         """
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        require_run_folder(self.run_dir)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise no_run_folder(self.run_dir, error.strerror) from None
         with RunLock(self.run_dir), self.stop, self.display:
             checkpoint = choose_checkpoint(self.run_dir, resume, self.display.line)
             if checkpoint is not None:
@@ -345,6 +361,7 @@ class Pretrainer:
         )
         if result.problem is None:
             self.step += 1
+            self.tokens += self.config.tokens_per_step
             self.guard.good()
         self.meter_tokens += self.config.tokens_per_step
         self.meter_s += time.perf_counter() - begin
@@ -367,13 +384,12 @@ class Pretrainer:
     def restore(self, checkpoint: Path) -> None:
         """Load everything that decides the rest of the run."""
         state = read_state(checkpoint)
-        fingerprint = self.train_data.fingerprint
-        if state["data"]["fingerprint"] != fingerprint:
-            raise CheckpointError(
-                f"{checkpoint}: trained on data {state['data']['fingerprint'][:12]} "
-                f"({state['data']['folder']}), but {self.data_folder} is "
-                f"{fingerprint[:12]}; point data.train_data_path at the former, or "
-                "start a new training.save_dir"
+        self._refuse_other_data(checkpoint, state)
+        if state["step"] > self.total_steps:
+            raise RunError(
+                f"{checkpoint}: already at step {state['step']:,}, but the run asked "
+                f"for has {self.total_steps:,}; raise training.total_steps (or "
+                "total_tokens), or start a new training.save_dir"
             )
         for change in config_changes(state["config"], self.config):
             self.display.line(f"changed since the checkpoint: {change}")
@@ -382,12 +398,28 @@ class Pretrainer:
         load_optimizer(checkpoint, self.model, self.optimizer)
         restore_rng(state["rng"])
         self.step, self.skipped = state["step"], state["skipped"]
+        self.tokens = state["tokens"]
         self.guard.consecutive = state["consecutive_bad"]
         self.earlier_s = state["elapsed_s"]
         self.started = time.perf_counter()
         inside = checkpoint.resolve().is_relative_to(self.run_dir.resolve())
         self.saved_step = self.step if inside else None
         self.display.line(f"Continuing from {checkpoint}")
+
+    def _refuse_other_data(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """CheckpointError, with what differs, unless the data are those trained on."""
+        former, now = state["data"]["fingerprint"], self.train_data.fingerprint
+        if former == now:
+            return
+        changes = config_changes(state["config"], self.config)
+        settings = [change for change in changes if change.startswith("data.")]
+        why = ", ".join(settings) or "no setting changed, but the text did"
+        raise CheckpointError(
+            f"{checkpoint}: trained on data {former[:12]} "
+            f"({state['data']['folder']}), but {self.data_folder} is {now[:12]} "
+            f"({why}); give the run its own data again, or start a new "
+            "training.save_dir"
+        )
 
     def tidy(self, checkpoint: Path | None) -> None:
         """Bring the run folder to the step that training starts from.
@@ -403,10 +435,16 @@ class Pretrainer:
         # The last step's sample belongs to the end of the run, which is to come.
         kept = min(self.step, self.total_steps - 1)
         keep_samples_until(self.run_dir / "samples.txt", kept)
+        self.require_space()
+        replace_text(self.run_dir / "config.yaml", dump_config(self.config))
+
+    def require_space(self) -> None:
+        """RunError when the checkpoints to come do not fit on the disk."""
+        root = self.run_dir / "checkpoints"
         wanted = (self.config.training.keep_last + 1) * checkpoint_bytes(self.model)
         have = sum(f.stat().st_size for f in root.rglob("*") if f.is_file())
-        require_space(root, wanted - have)
-        replace_text(self.run_dir / "config.yaml", dump_config(self.config))
+        nearest = next(p for p in (root, *root.parents) if p.exists())
+        require_space(nearest, wanted - have)
 
     def save(self) -> None:
         """Write and verify a checkpoint of this step, then delete the oldest ones."""
@@ -424,6 +462,7 @@ class Pretrainer:
         return {
             "step": self.step,
             "skipped": self.skipped,
+            "tokens": self.tokens,
             "position": self.step + self.skipped,
             "consecutive_bad": self.guard.consecutive,
             "elapsed_s": self.elapsed_s,
@@ -467,7 +506,7 @@ class Pretrainer:
         left = (self.total_steps - self.step) * self.config.tokens_per_step
         row = {
             "step": self.step,
-            "tokens": self.step * self.config.tokens_per_step,
+            "tokens": self.tokens,
             "loss": result.loss,
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": result.grad_norm,
@@ -506,6 +545,7 @@ class Pretrainer:
             windows=windows,
             bf16=self.bf16,
             stop=lambda: self.stop.requested,
+            progress=self.show_evaluated if windows is None else lambda *_: None,
         )
         if totals is None:
             return None
@@ -514,6 +554,17 @@ class Pretrainer:
         bpb = bits_per_byte(loss_sum, share * self.val_data.n_bytes)
         loss = loss_sum / n_targets
         return {"step": self.step, "val_loss": loss, "val_bpb": bpb}
+
+    def show_evaluated(self, done: int, total: int) -> None:
+        """How far the final evaluation is: in the bar, or a line every few seconds."""
+        text = f"evaluated {done:,} of {total:,} windows"
+        if self.display.console.is_terminal:
+            self.display.bar.update(
+                self.display.task, completed=self.step, text=text, refresh=True
+            )
+        elif time.monotonic() - self.shown > self.seconds_between_lines:
+            self.shown = time.monotonic()
+            self.display.line(text)
 
     def sample(self, n_tokens: int) -> str | None:
         """Text from the empty prompt with seed 0; None when asked to stop."""
@@ -553,6 +604,7 @@ class Pretrainer:
     def finish(self) -> bool:
         """Final evaluation, curves and sample; False when asked to stop before."""
         self.display.line("Evaluating on the whole validation split ...")
+        self.shown = time.monotonic()
         row = self.evaluation(None)
         if row is None:
             return False
@@ -603,7 +655,13 @@ def run_training(
         return 0
     except TrainingFailed as error:
         code, reason = 1, str(error)
-    except (ConfigError, DataError, CheckpointError, RunError) as error:
+    except (
+        ConfigError,
+        DataError,
+        CheckpointError,
+        MetricsError,
+        RunError,
+    ) as error:
         code, reason = 2, str(error)
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0]
@@ -625,9 +683,12 @@ WHEN_MEMORY_IS_SHORT = (
 
 def train(config: RunConfig, resume: str, display: Display) -> None:
     """Prepare the data, run to the end or to a signal, say where the results are."""
+    run_dir = Path(config.training.save_dir)
+    require_run_folder(run_dir)
     folder = data_folder(config.data)
-    if trained_on(Path(config.training.save_dir)) == prepared_fingerprint(folder):
+    if trained_on(run_dir) == prepared_fingerprint(folder):
         display.line(f"Data: {folder}, as before")
+        note_changed_source(config.data, folder, display.line)
     else:
         prepare_data(config.data, folder, display.line)
     run = Pretrainer(config, folder, display)
@@ -648,16 +709,23 @@ def train(config: RunConfig, resume: str, display: Display) -> None:
 
 def rehearse(config: RunConfig, resume: str, display: Display) -> None:
     """The dry run: everything is checked, one step is taken, nothing is written."""
+    run_dir = Path(config.training.save_dir)
+    require_run_folder(run_dir)
     with ExitStack() as stack:
         folder = data_folder(config.data)
-        if config.data.train_data_path is None and not prepared_fingerprint(folder):
+        if trained_on(run_dir) == prepared_fingerprint(folder):
+            note_changed_source(config.data, folder, display.line)
+        elif config.data.train_data_path is not None:
+            prepare_data(config.data, folder, display.line)
+        elif not source_is_prepared(config.data, folder):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        prepare_data(config.data, folder, display.line)
+            prepare_data(config.data, folder, display.line)
         run = Pretrainer(config, folder, display)
         print_config(config, display.line)
         checkpoint = choose_checkpoint(run.run_dir, resume, display.line)
         if checkpoint is not None:
             run.restore(checkpoint)
+        run.require_space()
         rows = config.training.micro_batch_size
         sizes = memory_table(run.model.cfg, run.model, rows, run.bf16)
         for name, size in sizes.items():
@@ -674,13 +742,21 @@ def rehearse(config: RunConfig, resume: str, display: Display) -> None:
 
 
 def data_folder(data: DataConfig) -> Path:
-    """The prepared folder: the one given, or one under data/ named after the source."""
+    """The prepared folder: the one given, or one under data/ named after the source.
+
+    Two paths never share a folder, even with the same file name: a hash of the
+    resolved path is part of the name.
+    """
     if data.train_data_path is not None:
         return Path(data.train_data_path)
-    source = Path(data.source or DEFAULT_SOURCE).resolve().name.split(".")[0]
-    name = f"{source}-{data.tokenizer}"
+    name = data.source or DEFAULT_SOURCE
+    if name != DEFAULT_SOURCE:
+        path = Path(name).resolve()
+        digest = hashlib.sha256(os.fsencode(path)).hexdigest()
+        name = f"{path.name.split('.')[0]}-{digest[:8]}"
+    name += f"-{data.tokenizer}"
     if data.val_fraction not in (None, DEFAULT_VAL_FRACTION):
-        name += f"-val{data.val_fraction:g}"
+        name += f"-val{data.val_fraction}"
     return Path("data") / name
 
 
@@ -705,6 +781,41 @@ def prepared_fingerprint(folder: Path) -> str | None:
         return None
 
 
+def source_is_prepared(data: DataConfig, folder: Path) -> bool:
+    """Whether the folder was prepared from the source as it is now.
+
+    Raises: DataError for a source that cannot be read or prepared.
+    """
+    require_known_tokenizer(data)
+    source = data.source or DEFAULT_SOURCE
+    fraction = data.val_fraction or DEFAULT_VAL_FRACTION
+    return is_prepared(source, data.tokenizer, folder, val_fraction=fraction)
+
+
+def note_changed_source(
+    data: DataConfig, folder: Path, log: Callable[[str], None]
+) -> None:
+    """Say so when a run goes on with data whose source has been edited or is gone."""
+    if data.train_data_path is not None:
+        return
+    try:
+        if source_is_prepared(data, folder):
+            return
+        what = "changed since it was prepared"
+    except DataError as error:
+        what = f"cannot be prepared any more ({error})"
+    log(f"{data.source or DEFAULT_SOURCE} {what}; continuing on the prepared data")
+
+
+def require_known_tokenizer(data: DataConfig) -> None:
+    """DataError for a tokenizer that this version cannot prepare with."""
+    if data.tokenizer != "byte":
+        raise DataError(
+            f"data.tokenizer: this version prepares byte only; set "
+            f"data.train_data_path to a folder prepared with {data.tokenizer}"
+        )
+
+
 def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> None:
     """Make sure that the folder is prepared.
 
@@ -714,14 +825,11 @@ def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> 
         if not folder.is_dir():
             raise DataError(
                 f"data.train_data_path: {folder} does not exist; `mamba3lite prepare "
-                f"--out {folder}` makes such a folder"
+                f"--source stdlib --out {shlex.quote(str(folder))}` makes such a "
+                "folder; --source may be the path of your own text"
             )
         return
-    if data.tokenizer != "byte":
-        raise DataError(
-            f"data.tokenizer: this version prepares byte only; set "
-            f"data.train_data_path to a folder prepared with {data.tokenizer}"
-        )
+    require_known_tokenizer(data)
     source = data.source or DEFAULT_SOURCE
     fraction = data.val_fraction or DEFAULT_VAL_FRACTION
     log(f"Preparing {source} with the {data.tokenizer} tokenizer in {folder}")
@@ -750,7 +858,7 @@ def report(run: Pretrainer) -> None:
         f"run folder   {run.run_dir}\n"
         f"validation   {final['val_bpb']:.4f} bits per byte over all of it "
         f"(zlib -9: {final['zlib_bpb']:.4f} on the same text)\n"
-        f"trained on   {run.step * run.config.tokens_per_step:,} tokens\n"
+        f"trained on   {run.tokens:,} tokens\n"
         f"curves       {run.run_dir / 'curves.png'}\n"
         f"samples      {samples}\n"
         f"checkpoints  {run.run_dir / 'checkpoints'}\n"
@@ -766,18 +874,46 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+SCRIPT_HELP = (
+    "Train a state-space language model, or continue a run that was stopped; the same "
+    "as `mamba3lite train`. Results go to runs/NAME: metrics, curves, samples and "
+    "checkpoints. Ctrl-C finishes the step and saves."
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The plain-script door; the same code as ``mamba3lite train``."""
     program = "python -m mamba3lite.training.pretrain"
-    parser = argparse.ArgumentParser(prog=program, description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default="tiny", help="shipped name or YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--data-path", help="a prepared folder")
-    parser.add_argument("--checkpoint-dir", help="the run folder")
-    parser.add_argument("--resume", default="auto", help="auto|never|must|PATH|STEP")
-    parser.add_argument("--no-grad-checkpoint", action="store_true")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
+    parser = argparse.ArgumentParser(prog=program, description=SCRIPT_HELP)
+    add = parser.add_argument
+    add("--config", default="tiny", help="a shipped name (default: tiny) or YAML file")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting, as training.lr=1e-3; may be repeated",
+    )
+    add("--data-path", metavar="DIR", help="a prepared folder: data.train_data_path")
+    add("--checkpoint-dir", metavar="DIR", help="the run folder: training.save_dir")
+    add(
+        "--resume",
+        default="auto",
+        metavar="auto|never|must|STEP|PATH",
+        help="auto (default) continues the newest intact checkpoint or starts, never "
+        "starts, must continues, a step or path continues from there",
+    )
+    add(
+        "--no-grad-checkpoint",
+        action="store_true",
+        help="keep activations instead of computing them twice: more memory, faster",
+    )
+    add("--no-compile", action="store_true", help="run the step without torch.compile")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check everything, take one step, print the memory table, write nothing",
+    )
     options = parser.parse_args(arguments)
     overrides = list(options.set)
     if options.data_path is not None:
