@@ -139,9 +139,10 @@ def generate(
     with one_line_errors("generate", OptionError, CheckpointError):
         check_options(max_new_tokens, temperature, top_k, top_p, seed)
         model, tokenizer = load_for_generation(checkpoint, to_stderr)
+        prompt_ids = tokenizer.encode_bytes(bytes_of_argument(prompt))
         tokens = stream(
             model,
-            tokenizer.encode(prompt).tolist(),
+            prompt_ids.tolist(),
             eos_id=tokenizer.eos_id,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -150,10 +151,25 @@ def generate(
             seed=seed,
         )
         text = TextStream()
-        typer.echo(prompt, nl=False)
+        typer.echo(text.feed(tokenizer.decode_bytes(prompt_ids)), nl=False)
         for token in tokens:
             typer.echo(text.feed(tokenizer.decode_bytes([token])), nl=False)
         typer.echo(text.close())
+
+
+def bytes_of_argument(text: str) -> bytes:
+    """What was typed, byte for byte: Python decodes it with surrogate escapes.
+
+    Raises: OptionError for other lone surrogates, which stand for no bytes.
+    """
+    from mamba3lite.generate import OptionError
+
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"prompt: character {error.start + 1} is a lone surrogate, not text"
+        ) from None
 
 
 def load_for_generation(path: Path, log: Callable[[str], None]) -> tuple:

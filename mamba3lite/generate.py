@@ -79,6 +79,8 @@ def choose(
     ordered, ids = logits.sort(descending=True, stable=True)
     if top_k:
         ordered, ids = ordered[:top_k], ids[:top_k]
+    # Below the least float32 it would divide 0 by 0; the limit is the likeliest token.
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)
     probabilities = torch.softmax((ordered - ordered[0]) / temperature, dim=0)
     before = probabilities.cumsum(0) - probabilities
     probabilities = torch.where(before < top_p, probabilities, 0)

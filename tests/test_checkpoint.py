@@ -161,6 +161,27 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(three, name, damag
         verify_checkpoint(newest)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [5, None, [], {}, {"bytes": 5}, {"bytes": "5", "sha256": "x"},
+     {"bytes": 5, "sha256": 5}, {"bytes": True, "sha256": "x"}],
+)  # fmt: skip
+def test_a_manifest_of_other_types_is_damage_too(three, entry):
+    manifest = three / "step_00000003" / MANIFEST
+    whole = json.loads(manifest.read_text())
+    whole["files"][MODEL] = entry
+    manifest.write_text(json.dumps(whole))
+    lines = []
+    assert newest_checkpoint(three, lines.append) == three / "step_00000002"
+    fault = f"{manifest.parent}: {MANIFEST} should give bytes and sha256 of {MODEL}"
+    assert len(lines) == 1 and lines[0].endswith(fault)
+
+
+def test_a_manifest_nested_too_deeply_is_damage_too(three):
+    (three / "step_00000003" / MANIFEST).write_text("[" * 100_000)
+    assert newest_checkpoint(three, lambda line: None) == three / "step_00000002"
+
+
 def test_the_reason_names_the_file(three):
     newest = three / "step_00000003"
     flip_a_bit(newest / MODEL)
@@ -242,7 +263,8 @@ def test_rotation_keeps_the_newest(three):
 
 
 def test_names_sort_like_numbers(tmp_path):
-    for name in ("step_100000000", "step_00000009", "step_x", "aside_step_00000001"):
+    others = ("step_x", "aside_step_00000001", "step_²", "step_٣", "step_" + "1" * 200)
+    for name in ("step_100000000", "step_00000009", *others):
         (tmp_path / name).mkdir()
     assert steps(tmp_path) == [9, 100000000]
 
@@ -272,6 +294,9 @@ def test_a_checkpoint_is_found_from_each_level(three, tmp_path):
 def test_finding_nothing_is_one_line(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         find_checkpoint(tmp_path / "nowhere", print)
+    (tmp_path / "text.txt").write_text("hello")
+    with pytest.raises(CheckpointError, match=r"text\.txt: is a file, wants a folder"):
+        find_checkpoint(tmp_path / "text.txt", print)
     with pytest.raises(CheckpointError, match="no checkpoint here; wants"):
         find_checkpoint(tmp_path, print)
 

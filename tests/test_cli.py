@@ -113,12 +113,19 @@ def test_a_source_is_prepared_first_and_kept_on_resume(tmp_path, monkeypatch):
     assert dry.exit_code == 0, dry.output
     assert not (tmp_path / "data").exists() and not (tmp_path / "run").exists()
     assert invoke(*train).exit_code == 0
-    index = (tmp_path / "data" / "texts-byte-val0.2" / "index.json").read_bytes()
+    (folder,) = (tmp_path / "data").glob("texts-????????-byte-val0.2")
+    index = (folder / "index.json").read_bytes()
     (tmp_path / "texts" / "new.txt").write_text("one more document")
     again = invoke(*train, "--set", "training.total_steps=4")
     assert again.exit_code == 0, again.output
     assert "as before" in again.stdout and "Continuing from" in again.stdout
-    assert (tmp_path / "data/texts-byte-val0.2/index.json").read_bytes() == index
+    changed = "texts changed since it was prepared; continuing on the prepared data"
+    assert changed in again.stdout
+    assert (folder / "index.json").read_bytes() == index
+    shutil.rmtree(tmp_path / "texts")
+    gone = invoke(*train, "--set", "training.total_steps=5")
+    assert gone.exit_code == 0, gone.output
+    assert "texts cannot be prepared any more (source: got 'texts', " in gone.stdout
 
 
 def test_the_plain_script_door_is_the_same_code(prepared, finished, tmp_path):
@@ -146,6 +153,7 @@ MISTAKES = [
     (["--resume", "must"], "--resume must: "),
     (["--resume", "7"], "--resume 7: "),
     (["--resume", "sometimes"], "--resume sometimes: "),
+    (["--resume", "²"], "--resume ²: ² is no checkpoint (auto, never, must, a step "),
     (["--config", "nosuch"], "--config nosuch: no such file, nor a shipped "),
 ]  # fmt: skip
 
@@ -161,14 +169,6 @@ def test_a_mistake_is_one_line_and_exit_2(
     assert result.stderr.startswith(f"mamba3lite train: {line or ''}")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_an_output_path_that_is_a_file_is_one_line(prepared, tmp_path):
-    (tmp_path / "run").write_text("in the way")
-    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
-    result = invoke("train", "--config", config)
-    assert result.exit_code == 1
-    assert result.stderr == f"mamba3lite train: {tmp_path / 'run'}: File exists\n"
 
 
 @pytest.mark.parametrize("line", ["{torn", "5"])
@@ -247,9 +247,11 @@ def test_a_plot_of_damaged_metrics_is_one_line(tmp_path):
 
 
 def test_a_plot_of_extreme_numbers_and_of_none(tmp_path):
-    rows = ['{"step": 0, "loss": 1e299, "lr": 0, "grad_norm": 0}',
-            '{"step": 9, "loss": -1e299, "lr": null, "grad_norm": 1e299}',
-            '{"step": 9, "val_windows": "all", "val_bpb": null, "zlib_bpb": 2}']  # fmt: skip
+    rows = [
+        '{"step": 0, "loss": 1e299, "lr": 0, "grad_norm": 0}',
+        '{"step": 9, "loss": -1e299, "lr": null, "grad_norm": 1e299}',
+        '{"step": 9, "val_windows": "all", "val_bpb": null, "zlib_bpb": 2}',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     result = invoke("plot", tmp_path)
     assert result.exit_code == 0, result.output
@@ -283,9 +285,35 @@ def test_generate_continues_a_prompt(finished):
     assert same.stdout == first.stdout
 
 
+def test_generate_keeps_the_bytes_of_a_prompt(finished, monkeypatch):
+    _, run, _ = finished
+    prompts = []
+
+    def fake_stream(model, prompt, **options):
+        prompts.append(bytes(prompt))
+        return iter([0xA9, 65])  # ends the character that the prompt began
+
+    monkeypatch.setattr("mamba3lite.generate.stream", fake_stream)
+    result = invoke("generate", "--checkpoint", run, "--prompt", "é\udcff\udcc3")
+    assert result.exit_code == 0, result.output
+    assert prompts == [b"\xc3\xa9\xff\xc3"]
+    assert result.stdout == "é\ufffdéA\n"
+
+
+def test_generate_takes_a_prompt_that_is_not_utf_8(finished):
+    _, run, _ = finished
+    command = [sys.executable, "-m", "mamba3lite.cli", "generate", "--checkpoint", run]
+    command += ["--prompt", b"\xff", "--max-new-tokens", "2"]
+    done = subprocess.run(command, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode().startswith("\ufffd")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["--prompt", "a\ud800"], "prompt: character 2 is a lone surrogate, not text"),
+        (["--checkpoint", __file__], f"{__file__}: is a file, wants a folder\n"),
         (["--top-p", "2"], "top_p: got 2.0, should be above 0 and at most 1\n"),
         (["--checkpoint", "/nowhere"], "/nowhere: no such folder\n"),
         (["--checkpoint", "/"], "/: no checkpoint here; wants a step_... folder, "),

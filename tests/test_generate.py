@@ -105,6 +105,16 @@ def test_probabilities_by_hand(options, expected):
     assert ((got > 0) == (torch.tensor(expected) > 0)).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-320])
+def test_a_tiny_temperature_takes_the_likeliest(temperature):
+    assert choose(LOGITS, temperature, 0, 1.0, seeded()) == 0
+
+
+def test_a_huge_temperature_makes_all_alike():
+    got = frequencies(temperature=1e300, top_k=0, top_p=1)
+    assert torch.allclose(got, torch.full((4,), 0.25), atol=0.05)
+
+
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([1e4, 2e4, -1e4])
     assert choose(logits, 0.01, 0, 1.0, seeded()) == 1

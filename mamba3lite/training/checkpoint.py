@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,11 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def is_step(text: str) -> bool:
+    """True for the digits 0-9 alone, few enough for a step."""
+    return re.fullmatch("[0-9]{1,18}", text) is not None
+
+
 def step_of(path: Path) -> int:
     """The step that a checkpoint folder is named after."""
     return int(path.name.removeprefix("step_"))
@@ -124,7 +130,7 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Checkpoint folders, oldest first, good or not."""
-    found = (p for p in root.glob("step_*") if p.name.removeprefix("step_").isdigit())
+    found = (p for p in root.glob("step_*") if is_step(p.name.removeprefix("step_")))
     return sorted(found, key=step_of)
 
 
@@ -143,6 +149,10 @@ def verify_checkpoint(path: Path) -> None:
     if not isinstance(files, dict) or set(files) != set(FILES):
         raise CheckpointError(f"{path}: {MANIFEST} should list {', '.join(FILES)}")
     for name, expected in files.items():
+        if not _is_fingerprint(expected):
+            raise CheckpointError(
+                f"{path}: {MANIFEST} should give bytes and sha256 of {name}"
+            )
         if not (path / name).is_file():
             raise CheckpointError(f"{path}: {name} is missing")
         size = (path / name).stat().st_size
@@ -182,7 +192,8 @@ def find_checkpoint(path: Path, log: Callable[[str], None]) -> Path:
     Raises: CheckpointError when there is none.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
+        fault = "is a file, wants a folder" if path.exists() else "no such folder"
+        raise CheckpointError(f"{path}: {fault}")
     if (path / MANIFEST).exists() or path.name.startswith("step_"):
         verify_checkpoint(path)
         return path
@@ -319,6 +330,11 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
+def _is_fingerprint(entry: Any) -> bool:
+    kinds = {"bytes": int, "sha256": str}
+    return isinstance(entry, dict) and kinds == {k: type(v) for k, v in entry.items()}
+
+
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -338,7 +354,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: not JSON") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: wants a JSON object")

@@ -10,6 +10,7 @@ from types import FrameType
 
 from mamba3lite.training.checkpoint import (
     CheckpointError,
+    is_step,
     list_checkpoints,
     newest_checkpoint,
     set_aside,
@@ -50,6 +51,35 @@ class RunLock:
 
     def __exit__(self, *exception: object) -> None:
         self.file.close()
+
+
+def require_run_folder(run_dir: Path) -> None:
+    """Refuse a run folder that cannot be made, written or locked; writes nothing.
+
+    Raises: RunError naming training.save_dir, or the trainer that works there.
+    """
+    try:
+        nearest = run_dir
+        while not os.path.lexists(nearest):
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise no_run_folder(run_dir, f"{nearest} is not a folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise no_run_folder(run_dir, f"{nearest} cannot be written")
+        lock = RunLock(run_dir)
+        if lock.path.exists():
+            with lock:
+                pass
+    except OSError as error:
+        raise no_run_folder(run_dir, error.strerror) from None
+
+
+def no_run_folder(run_dir: Path, reason: str) -> RunError:
+    """The refusal of a run folder, with what is wanted."""
+    return RunError(
+        f"training.save_dir: {run_dir}: {reason}; wanted a folder that can be made and "
+        "written"
+    )
 
 
 class StopSignals:
@@ -136,7 +166,7 @@ def choose_checkpoint(
         if newest is None and resume == "must":
             raise RunError(f"--resume must: {root} holds no checkpoint")
         return newest
-    chosen = root / step_name(int(resume)) if resume.isdigit() else Path(resume)
+    chosen = root / step_name(int(resume)) if is_step(resume) else Path(resume)
     if not chosen.is_dir():
         have = ", ".join(str(step_of(path)) for path in existing) or "none"
         raise CheckpointError(
