@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import mamba3lite.data.prepare as prepare_module
 from mamba3lite.data import DataError
 from mamba3lite.data.corpora import read_documents, source_files, zlib_bits_per_byte
-from mamba3lite.data.prepare import prepare
+from mamba3lite.data.prepare import is_prepared, prepare
 from mamba3lite.data.shards import ShardWriter, open_shard, save_index
 from mamba3lite.data.tokenizers import ByteTokenizer, load_tokenizer
 from mamba3lite.training.data import PretrainDataset, TokenStream, permuted
@@ -334,8 +334,42 @@ def test_an_empty_split_is_an_error_whose_advice_works(
 
 def test_one_document_cannot_be_shared_out(tmp_path):
     (tmp_path / "a.txt").write_text("short\n")
-    with pytest.raises(DataError, match="more documents are needed"):
-        make(tmp_path / "a.txt", tmp_path / "out")
+    with pytest.raises(DataError, match="more documents are needed") as caught:
+        make(tmp_path / "a.txt", tmp_path / "out", 0.05)
+    assert str(caught.value).endswith(
+        "a single file is cut into pieces of 16 KiB, and about 320 KiB of text give "
+        "one of them to each split"
+    )
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("short\n")
+    with pytest.raises(DataError, match=r"more documents are needed$"):
+        make(texts, tmp_path / "out")
+
+
+def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
+    write_texts(tmp_path / "here", 20)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(DataError, match="source: got '', wanted 'stdlib', a file"):
+        make("", tmp_path / "out")
+
+
+def test_is_prepared_compares_and_writes_nothing(tmp_path, texts, prepared):
+    source = tmp_path / "texts"
+
+    def asked(out, fraction=0.3):
+        return is_prepared(source, "byte", out, val_fraction=fraction, progress=quiet)
+
+    before = folder_bytes(tmp_path)
+    assert asked(prepared)
+    assert not asked(prepared, 0.4)
+    assert not asked(tmp_path / "nothing")
+    with pytest.raises(DataError, match="lies inside the source"):
+        asked(source / "out")
+    assert folder_bytes(tmp_path) == before
+    assert not (tmp_path / "nothing").exists()
+    (source / "new.txt").write_text("one more")
+    assert not asked(prepared)
 
 
 def test_other_data_replaces_what_was_prepared(tmp_path, prepared, monkeypatch):
@@ -586,7 +620,10 @@ def test_a_damaged_shard_is_named_and_prepare_repairs_it(
     with pytest.raises(DataError, match=message) as caught:
         PretrainDataset(prepared, 8, 0, split)
     assert str(caught.value).startswith(str(prepared / split / "shard_00000.bin: "))
-    assert "run `mamba3lite prepare` again" in str(caught.value)
+    run = f"`mamba3lite prepare --source SOURCE --out {prepared}`"
+    assert str(caught.value).endswith(
+        f"; {run}, with the SOURCE that it came from, replaces it"
+    )
     assert "\n" not in str(caught.value)
     notes = []
     prepare(tmp_path / "texts", "byte", prepared, val_fraction=0.3,

@@ -70,6 +70,8 @@ def source_files(source: str | Path) -> list[SourceFile]:
     if source == "stdlib":
         return _stdlib_files(Path(sysconfig.get_path("stdlib")))
     path = Path(source)
+    if source == "":  # which Path would read as the current folder
+        raise DataError("source: got '', wanted 'stdlib', a file or a folder")
     if path.is_dir():
         return _folder_files(path)
     if path.is_file():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mamba3lite.data import DataError
-from mamba3lite.data.corpora import Document, SourceFile, read_documents, source_files
+from mamba3lite.data.corpora import (
+    PIECE_BYTES,
+    Document,
+    SourceFile,
+    read_documents,
+    source_files,
+)
 from mamba3lite.data.shards import (
     INDEX_FORMAT,
     VERSION,
@@ -64,14 +71,8 @@ def prepare(
     Raises: DataError, one line, for a source or folder that cannot be used;
         ValueError for an unknown tokenizer.
     """
-    tokens = load_tokenizer(tokenizer)
-    if isinstance(val_fraction, bool) or not 0 < val_fraction < 1:
-        raise DataError(
-            f"val_fraction: got {val_fraction}, wanted a number above 0 and below 1"
-        )
-    out, files = Path(out), source_files(source)
-    if source != "stdlib" and out.resolve().is_relative_to(Path(source).resolve()):
-        raise DataError(f"out: {out} lies inside the source {source}")
+    tokens, out = load_tokenizer(tokenizer), Path(out)
+    files = _checked_files(source, out, val_fraction)
     with _reporting(progress) as report:
         survey = _survey(files, val_fraction, report)
         survey.require_both_splits()
@@ -82,6 +83,45 @@ def prepare(
         except OSError as error:
             where = error.filename or out
             raise DataError(f"{where}: cannot be written ({error.strerror})") from error
+
+
+def is_prepared(
+    source: str | Path,
+    tokenizer: str,
+    out: str | Path,
+    *,
+    val_fraction: float,
+    progress: Report | None = None,
+) -> bool:
+    """Whether `out` was prepared from `source` as it is now; nothing is written.
+
+    Arguments and errors are those of `prepare`. The source is read once; the shards
+    are not, so a damaged one is found by whoever opens them.
+    """
+    tokens, out = load_tokenizer(tokenizer), Path(out)
+    files = _checked_files(source, out, val_fraction)
+    with _reporting(progress) as report:
+        survey = _survey(files, val_fraction, report)
+    survey.require_both_splits()
+    try:
+        index = load_index(out)
+    except DataError:
+        return False
+    return index | _identity(survey, tokens) == index
+
+
+def _checked_files(
+    source: str | Path, out: Path, val_fraction: float
+) -> list[SourceFile]:
+    """The files of a source that may be prepared in `out`."""
+    if isinstance(val_fraction, bool) or not 0 < val_fraction < 1:
+        raise DataError(
+            f"val_fraction: got {val_fraction}, wanted a number above 0 and below 1"
+        )
+    files = source_files(source)
+    if source != "stdlib" and out.resolve().is_relative_to(Path(source).resolve()):
+        raise DataError(f"out: {out} lies inside the source {source}")
+    return files
 
 
 def share_of(document: Document) -> float:
@@ -95,6 +135,7 @@ class Survey:
 
     n_files: int
     val_fraction: float
+    in_pieces: bool = False
     documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     lowest: float = 1.0
@@ -122,6 +163,13 @@ class Survey:
             advice = f"a val_fraction above {self.lowest:.4g} would give it one"
         elif n_train + n_val > 1 and not n_train:
             advice = f"a val_fraction below {self.highest:.4g} would leave some"
+        if self.in_pieces:
+            rarer = min(self.val_fraction, 1 - self.val_fraction)
+            enough = max(2, math.ceil(1 / rarer)) * PIECE_BYTES // 1024
+            advice += (
+                f"; a single file is cut into pieces of {PIECE_BYTES // 1024} KiB, and "
+                f"about {enough:,} KiB of text give one of them to each split"
+            )
         raise DataError(
             f"source: {self.n_files:,} files, {n_train:,} documents of "
             f"{self.bytes['train']:,} bytes for training and {n_val:,} of "
@@ -131,7 +179,8 @@ class Survey:
 
 
 def _survey(files: list[SourceFile], val_fraction: float, report: Report) -> Survey:
-    survey = Survey(len(files), val_fraction)
+    in_pieces = [file.kind for file in files] == ["pieces"]
+    survey = Survey(len(files), val_fraction, in_pieces)
     for number, file in enumerate(files):
         for document in read_documents(file):
             survey.add(document)

@@ -158,7 +158,11 @@ def _check_payload(path, tokens: np.ndarray, sha256: str, vocab_size: int) -> No
 
 
 def _fault(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: {what}; run `mamba3lite prepare` again to replace it")
+    folder = path.parent if path.name == "index.json" else path.parent.parent
+    run = f"mamba3lite prepare --source SOURCE --out {shlex.quote(str(folder))}"
+    return DataError(
+        f"{path}: {what}; `{run}`, with the SOURCE that it came from, replaces it"
+    )
 
 
 def save_index(folder: Path, index: dict) -> dict:

@@ -7,6 +7,7 @@ never iterated. So a run resumes anywhere, and one rank or eight make the same b
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,7 +43,9 @@ class TokenStream:
         if len(self) != self.meta["tokens"]:
             raise DataError(
                 f"{folder}: the shards of {split} hold {len(self):,} tokens, the index "
-                f"wants {self.meta['tokens']:,}; run `mamba3lite prepare` again"
+                f"wants {self.meta['tokens']:,}; `mamba3lite prepare --source SOURCE "
+                f"--out {shlex.quote(str(folder))}`, with the SOURCE that it came "
+                "from, replaces it"
             )
 
     def __len__(self) -> int:
