@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from trainer_cases import tiny_model
 
 from mamba3lite.training.config import (
     ConfigError,
@@ -10,6 +11,7 @@ from mamba3lite.training.config import (
     dump_config,
     edit_distance,
     load_config,
+    parameter_count,
     parse_yaml,
     shipped_configs,
 )
@@ -87,7 +89,8 @@ MISTAKES = [
     ("training: {total_steps: 16.0}", "training.total_steps: got 16.0, should be a "
      "valid integer"),
     ("training: {total_steps: 1, compile: yes}", 'training.compile: got "yes", '
-     "should be a valid boolean"),
+     "should be true or false"),
+    ("model: {weight_tying: 1}", "model.weight_tying: got 1, should be true or false"),
     ("training: {total_steps: 1, keep_last: 1}", "training.keep_last: got 1, "
      "should be greater than or equal to 2"),
     ("training: {total_steps: 1, schedule: wsd}", 'training.schedule: got "wsd", '
@@ -102,8 +105,35 @@ MISTAKES = [
      "should be at most the 5 steps of the run"),
     ("data: {source: x, train_data_path: y}", "data.source: data.train_data_path "
      "names a folder that is already prepared; give one of the two"),
-    ("training: [1]", "training: got [1], should be an object"),
-    ("training:", "training: got null, should be an object"),
+    ("training: [1]", "training: got [1], should be a mapping"),
+    ("training:", "training: got null, should be a mapping"),
+    ("model:", "model: got null, should be a mapping"),
+    ("data: {source: ''}", 'data.source: got "", should not be empty'),
+    ("training: {save_dir: ''}", 'training.save_dir: got "", should not be empty'),
+    ('training: {total_steps: 1, save_dir: "a\\0b"}', "training.save_dir: should not "
+     "hold a null byte"),
+    ('training: {save_dir: "\\ud800"}', "not YAML text: a lone surrogate"),
+    ("training: {total_steps: 0, lr: " + "1" * 5000 + "}", "line 1: got '"
+     + "1" * 59 + "...', an integer of 5000 characters, should be at most 40"),
+    ("training: {lr: 0x" + "f" * 5000 + "}", "line 1: got '0x" + "f" * 57
+     + "...', an integer of 5002 characters, should be at most 40"),
+    ("training: {total_steps: 1, seed: " + "1" * 30 + "}", "training.seed: got "),
+    ("training: {total_steps: 9223372036854775808}", "training.total_steps: got "
+     "9223372036854775808, should be less than 9223372036854775808"),
+    ("training: {total_steps: !!int x}", "line 1: got 'x', which is no int"),
+    ("training: {lr: !!float x}", "line 1: got 'x', which is no float"),
+    ("training: {compile: !!bool x}", "line 1: got 'x', which is no bool"),
+    ("training: !!timestamp x", "line 1, column 11: not YAML: "),
+    ("training: {lr: " + "[" * 3000, "nested too deeply to be a configuration"),
+    ("training: {lr: " + "[" * 205 + "]" * 205 + "}", "nested too deeply to be a "
+     "configuration"),
+    ("training: {lr: &a [*a]}", "line 1, column 16: not YAML: "),
+    ("training: {schedule: " + "x" * 500 + "}", 'training.schedule: got "' + "x" * 59
+     + "..., should be 'cosine'"),
+    ("training: {" + "x" * 500 + ": 1}", "training." + "x" * 60 + "... is not a "),
+    ("x" * 500 + ": 1", "x" * 60 + "... is not a section "),
+    ("model: {a_init: " + "x" * 500 + "}\ntraining: {total_steps: 1}",
+     "model.a_init is '" + "x" * 60 + "...'; wanted one of decay, spectrum"),
     ("model: {d_model: 0}\ntraining: {total_steps: 1}", "model.d_model is 0; "
      "wanted an integer, at least 1"),
     ("model: {d_model: true}", "model.d_model: got true, should be a valid integer"),
@@ -145,6 +175,32 @@ OVERRIDES = [
     ("training.lr", "got 'training.lr', should be section.key=value, such as "
      "training.lr=1e-3"),
     ("optim.lr=1", "optim is not a section (sections: model, training, data)"),
+    ("model=3", "got 'model=3', but model is a section; name one of its settings, "
+     "model.KEY=value (settings: vocab_size, d_model, "),
+    ("training.=3", "got 'training.=3', but training is a section; name one of its "),
+    ("data", "got 'data', but data is a section; name one of its settings, "),
+    ("training.total_steps=" + "1" * 5000, "training.total_steps: got '" + "1" * 59
+     + "...', an integer of 5000 characters, should be at most 40"),
+    ("training.lr=0x" + "f" * 5000, "training.lr: got '0xffff"),
+    ("training.lr=" + "[" * 3000, 'training.lr: got "' + "[" * 59 + "..., should be "),
+    ("training.lr=!!int x", 'training.lr: got "!!int x", should be a valid number'),
+    ("training.save_dir=a\0b", "training.save_dir: should not hold a null byte"),
+    ("training.save_dir=\udcff", "got 'training.save_dir=\\udcff', which is not UTF-8"),
+    ('data.source=""', 'data.source: got "", should not be empty'),
+    ("training.compile=yes", 'training.compile: got "yes", should be true or false'),
+    ("x" * 500, "got '" + "x" * 59 + "...', should be section.key=value, "),
+    # By hand, times d_model: SwiGLU 3 x 2048, in_proj 16 x (64 + 4 x 64 + 1), out_proj
+    # 1024, three norms, 257 bytes: 12564; and alone: the head mixer 1024^2, A 16.
+    ("model.d_model=100000000", "model: 1,256,401,048,592 parameters (vocab_size 257, "
+     "d_model 100000000, n_layers 1, n_heads 16, head_dim 64, state_dim 64, ffn_dim 2048), "
+     "should be at most 1,000,000,000,000"),
+    ("model.d_model=99999999999999999999", "model: 1,256"),
+    ("model.n_heads=4611686018427387904", "model: "),
+    ("model.n_layers=1000000", "model: "),
+    ("model.n_layers=1025", "model.n_layers: got 1025, should be at most 1024"),
+    ("model.chunk_size=10000000", "model.chunk_size: got 10000000, should be at most "),
+    ("training.micro_batch_size=1000000000", "training.micro_batch_size: a step of "
+     "32,000,000,000 tokens "),
 ]  # fmt: skip
 
 
@@ -153,6 +209,27 @@ def test_a_mistake_in_an_override_names_set(base, override, line):
     with pytest.raises(ConfigError) as error:
         load_config(str(base), [override])
     assert str(error.value).startswith(f"--set: {line}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_layers": 3}, {"weight_tying": False}, {"n_heads": 3, "head_dim": 6},
+     {"state_dim": 10}, {"ffn_dim": 7}, {"vocab_size": 11, "d_model": 20}],
+)  # fmt: skip
+def test_parameters_are_counted_without_building(changes):
+    model = tiny_model(**changes)
+    assert parameter_count(model.cfg) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_large_model_has_its_stated_parameters():
+    assert parameter_count(load_config("pretrain_434m").model) == 433_662_400
+
+
+def test_a_path_that_the_disk_refuses_is_one_line():
+    with pytest.raises(ConfigError) as error:
+        load_config("x" * 5000)
+    name = "x" * 59
+    assert str(error.value) == f"--config '{name}...': File name too long"
 
 
 def test_a_file_that_is_not_text_is_one_line(tmp_path):

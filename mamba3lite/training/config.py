@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -93,10 +93,25 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
         training = self.training
+        _refuse_absurd_sizes(self.model)
+        for name, section in (("training", training), ("data", self.data)):
+            for key, value in section:
+                if isinstance(value, str) and "\0" in value:
+                    raise ValueError(f"{name}.{key}: should not hold a null byte")
+                if isinstance(value, int) and value >= 2**63:
+                    raise ValueError(
+                        f"{name}.{key}: got {value}, should be less than {2**63}"
+                    )
         if (training.total_steps is None) == (training.total_tokens is None):
             raise ValueError(
                 "training.total_steps: give exactly one of training.total_steps and "
                 "training.total_tokens"
+            )
+        if self.tokens_per_step > MOST_TOKENS_PER_STEP:
+            raise ValueError(
+                f"training.micro_batch_size: a step of {self.tokens_per_step:,} tokens "
+                "(micro_batch_size x gradient_accumulation_steps x max_seq_len), "
+                f"should be at most {MOST_TOKENS_PER_STEP:,}"
             )
         if training.warmup_steps > self.total_steps:
             raise ValueError(
@@ -128,6 +143,38 @@ class RunConfig(BaseModel):
         if self.training.total_steps is not None:
             return self.training.total_steps
         return math.ceil(self.training.total_tokens / self.tokens_per_step)
+
+
+# Beyond these a number is a slip of the keyboard, and building such a model would hang.
+MOST_PARAMETERS = 10**12
+MOST_BY_SETTING = {"n_layers": 1024, "chunk_size": 2**20}
+MOST_TOKENS_PER_STEP = 10**10
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of a model that is not built, a complex number counted once."""
+    d, heads = model.d_model, model.n_heads
+    inner = heads * model.head_dim
+    in_proj = d * (inner + 4 * heads * model.state_dim + heads)
+    mixer = in_proj + heads + inner**2 + inner * d  # with A and the head mixer
+    layer = mixer + 3 * d * model.ffn_dim + 2 * d  # with SwiGLU and two norms
+    embeddings = 1 if model.weight_tying else 2
+    return model.n_layers * layer + embeddings * model.vocab_size * d + d
+
+
+def _refuse_absurd_sizes(model: ModelConfig) -> None:
+    """Raises: ValueError for sizes that no run could hold."""
+    if (asked := parameter_count(model)) > MOST_PARAMETERS:
+        sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "head_dim")
+        sizes += ("state_dim", "ffn_dim")
+        given = ", ".join(f"{name} {getattr(model, name)}" for name in sizes)
+        raise ValueError(
+            f"model: {asked:,} parameters ({given}), should be at most "
+            f"{MOST_PARAMETERS:,}"
+        )
+    for key, most in MOST_BY_SETTING.items():
+        if (got := getattr(model, key)) > most:
+            raise ValueError(f"model.{key}: got {got}, should be at most {most}")
 
 
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -222,23 +269,15 @@ class _CoreLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = _CORE_RESOLVERS
 
-    def construct_core_int(self, node: yaml.ScalarNode) -> int:
-        text = self.construct_scalar(node)
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
-    def construct_core_float(self, node: yaml.ScalarNode) -> float:
-        text = self.construct_scalar(node).lower()
-        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise ConfigError(f"line {line}: key {key!r} should be a string")
+                raise ConfigError(f"line {line}: key {_cut(key)} should be a string")
             if key in mapping:
-                raise ConfigError(f"line {line}: key {key!r} is given twice")
+                raise ConfigError(f"line {line}: key {_cut(key)} is given twice")
             mapping[key] = self.construct_object(value_node, deep=True)
         return mapping
 
@@ -248,8 +287,55 @@ class _CoreLoader(yaml.SafeLoader):
         return self.construct_mapping(node, deep=True)
 
 
-_CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_core_int)
-_CoreLoader.add_constructor("tag:yaml.org,2002:float", _CoreLoader.construct_core_float)
+def _integer(text: str) -> int:
+    """Raises: ConfigError for more digits than any setting could need."""
+    if len(text) > _MOST_DIGITS:
+        raise ConfigError(
+            f"got {_cut(text)}, an integer of {len(text)} characters, should be at "
+            f"most {_MOST_DIGITS}"
+        )
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+def _float(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_MOST_DIGITS = 40
+_CONVERT = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": _integer,
+    "float": _float,
+}
+
+
+def _core_scalar(name: str, pattern: re.Pattern[str]) -> Callable[..., Any]:
+    """The constructor of one scalar type; a tag (``!!int x``) may ask for it too."""
+
+    def construct(loader: _CoreLoader, node: yaml.ScalarNode) -> Any:
+        text = loader.construct_scalar(node)
+        where = f"line {node.start_mark.line + 1}"
+        if not pattern.fullmatch(text):
+            raise ConfigError(f"{where}: got {_cut(text)}, which is no {name}")
+        try:
+            return _CONVERT[name](text)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    return construct
+
+
+# Only the types of the core schema; any other tag is refused by name.
+_CoreLoader.yaml_constructors = {
+    f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[
+        f"tag:yaml.org,2002:{name}"
+    ]
+    for name in ("str", "seq")
+} | {None: yaml.SafeLoader.yaml_constructors[None]}
+for _name, _pattern in _SCALARS:
+    _tag = f"tag:yaml.org,2002:{_name}"
+    _CoreLoader.add_constructor(_tag, _core_scalar(_name, _pattern))
 _CoreLoader.add_constructor("tag:yaml.org,2002:map", _CoreLoader.construct_core_map)
 
 
@@ -273,6 +359,11 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"not YAML text: {reason}") from None
+    except RecursionError:
+        raise ConfigError(_TOO_DEEP) from None
+
+
+_TOO_DEEP = "nested too deeply to be a configuration"
 
 
 def dump_config(config: RunConfig) -> str:
@@ -300,10 +391,13 @@ def find_config(name: str) -> Path:
     if name in shipped:
         return shipped[name]
     path = Path(name)
-    if path.is_file():
-        return path
-    if path.exists():
-        raise ConfigError(f"--config {name}: not a file")
+    try:
+        if path.is_file():
+            return path
+        if path.exists():
+            raise ConfigError(f"--config {name}: not a file")
+    except OSError as error:
+        raise ConfigError(f"--config {_cut(name)}: {error.strerror}") from None
     near = nearest(name, shipped)
     hint = f"; did you mean {near}?" if near else ""
     raise ConfigError(
@@ -336,12 +430,22 @@ def load_config(name: str, overrides: Iterable[str] = ()) -> RunConfig:
 def check_config(raw: dict, label: str, overridden: Iterable[str] = ()) -> RunConfig:
     """Validate a mapping of sections; ``overridden`` paths are blamed on ``--set``."""
     try:
-        return RunConfig.model_validate_json(json.dumps(raw))
+        text = json.dumps(raw, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{label}: not YAML text: a lone surrogate") from None
+    except RecursionError:
+        raise ConfigError(f"{label}: {_TOO_DEEP}") from None
+    try:
+        return RunConfig.model_validate_json(text)
     except ValidationError as error:
         lines = [_explain(item) for item in error.errors()]
     except TypeError as error:  # raised by ModelConfig itself
         lines = [f"model.{error}"]
-    blamed = any(re.match(rf"{re.escape(path)}\b", lines[0]) for path in overridden)
+    blamed = any(
+        re.match(rf"{re.escape(path)}\b", lines[0])
+        or lines[0].startswith(f"{path.partition('.')[0]}: ")
+        for path in overridden
+    )
     more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
     raise ConfigError(f"{'--set' if blamed else label}: {lines[0]}{more}")
 
@@ -366,13 +470,23 @@ def _read_mapping(path: Path, label: str) -> dict:
 
 def _apply_override(raw: dict, override: str, earlier: list[str]) -> str:
     """Write one ``section.key=value`` into the mapping; returns its dotted path."""
+    try:
+        override.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--set: got {_cut(override)}, which is not UTF-8") from None
     dotted, equals, text = override.partition("=")
     section, dot, key = dotted.partition(".")
+    if section in SECTIONS and not key:
+        settings = ", ".join(SECTIONS[section])
+        raise ConfigError(
+            f"--set: got {_cut(override)}, but {section} is a section; name one of its "
+            f"settings, {section}.KEY=value (settings: {settings})"
+        )
     if not (equals and dot and section and key):
         near = _suggestion("", dotted)
         hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(
-            f"--set: got {override!r}, should be section.key=value, such as "
+            f"--set: got {_cut(override)}, should be section.key=value, such as "
             f"training.lr=1e-3{hint}"
         )
     if section not in SECTIONS:
@@ -383,7 +497,10 @@ def _apply_override(raw: dict, override: str, earlier: list[str]) -> str:
     for other in EXCLUSIVE.get(dotted, ()):
         if other not in earlier:
             values.pop(other.removeprefix(f"{section}."), None)
-    values[key] = _scalar(text)
+    try:
+        values[key] = _integer(text) if _INT.fullmatch(text) else _scalar(text)
+    except ConfigError as error:
+        raise ConfigError(f"--set: {_cut(dotted, quote=False)}: {error}") from None
     return dotted
 
 
@@ -400,24 +517,46 @@ def _explain(error: dict) -> str:
     """One pydantic error as 'path: what was got, what is allowed'."""
     path = ".".join(str(part) for part in error["loc"])
     kind, message = error["type"], error["msg"]
+    if kind == "json_invalid":  # the validator's limit on nesting
+        return _TOO_DEEP
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(*(str(part) for part in error["loc"]))
     if kind == "value_error":
-        message = str(error["ctx"]["error"])
+        message = re.sub(r"'([^']{60})[^']+'", r"'\1...'", str(error["ctx"]["error"]))
         inside_model = path == "model" and not message.startswith("model")
         return f"model.{message}" if inside_model else message
     message = message.replace("Input should be", "should be")
-    return f"{path}: got {json.dumps(error['input'])}, {message}"
+    message = _PLAIN.get(kind, message)
+    got = json.dumps(error["input"])
+    got = got if len(got) <= 60 else f"{got[:60]}..."
+    return f"{path}: got {got}, {message}"
+
+
+# Where the validator speaks of types and the reader of a file does not.
+_PLAIN = {
+    "bool_type": "should be true or false",
+    "model_type": "should be a mapping",
+    "dataclass_type": "should be a mapping",
+    "string_too_short": "should not be empty",
+}
+
+
+def _cut(value: Any, quote: bool = True) -> str:
+    """A value for a message: quoted, and cut after about 60 characters."""
+    text = repr(value) if quote else str(value)
+    return text if len(text) <= 64 else f"{text[:60]}...{text[-1] if quote else ''}"
 
 
 def _unknown_key(section: str, key: str = "") -> str:
     if not key:
         near = _suggestion("", section)
         hint = f"; did you mean {near}?" if near else ""
+        section = _cut(section, quote=False)
         return f"{section} is not a section{hint} (sections: {', '.join(SECTIONS)})"
     near = _suggestion(section, key)
     hint = f"; did you mean {near}?" if near else ""
     settings = ", ".join(SECTIONS[section])
+    key = _cut(key, quote=False)
     return f"{section}.{key} is not a setting{hint} (settings: {settings})"
 
 
