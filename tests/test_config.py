@@ -192,8 +192,8 @@ OVERRIDES = [
     # By hand, times d_model: SwiGLU 3 x 2048, in_proj 16 x (64 + 4 x 64 + 1), out_proj
     # 1024, three norms, 257 bytes: 12564; and alone: the head mixer 1024^2, A 16.
     ("model.d_model=100000000", "model: 1,256,401,048,592 parameters (vocab_size 257, "
-     "d_model 100000000, n_layers 1, n_heads 16, head_dim 64, state_dim 64, ffn_dim 2048), "
-     "should be at most 1,000,000,000,000"),
+     "d_model 100000000, n_layers 1, n_heads 16, head_dim 64, state_dim 64, ffn_dim "
+     "2048), should be at most 1,000,000,000,000"),
     ("model.d_model=99999999999999999999", "model: 1,256"),
     ("model.n_heads=4611686018427387904", "model: "),
     ("model.n_layers=1000000", "model: "),
