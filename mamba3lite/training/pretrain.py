@@ -851,12 +851,14 @@ def report(run: Pretrainer) -> None:
     """Where the results of a finished run are, and how good they are."""
     rows = read_metrics(run.metrics.path)
     final = next(row for row in reversed(rows) if row.get("val_windows") == "all")
+    bpb = final["val_bpb"]
+    measured = "not a finite number of" if bpb is None else f"{bpb:.4f}"
     samples = run.run_dir / "samples.txt"
     sample = samples.read_text(encoding="utf-8").split(sample_header(final["step"]))[-1]
     print(
         f"\nSample of seed 0, from the empty prompt:\n{sample}\n"
         f"run folder   {run.run_dir}\n"
-        f"validation   {final['val_bpb']:.4f} bits per byte over all of it "
+        f"validation   {measured} bits per byte over all of it "
         f"(zlib -9: {final['zlib_bpb']:.4f} on the same text)\n"
         f"trained on   {run.tokens:,} tokens\n"
         f"curves       {run.run_dir / 'curves.png'}\n"
