@@ -701,7 +701,10 @@ class Mamba3Block(nn.Module):
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
         y, final_states = self._ssd_with_dispatch(
-            self.in_proj(self.norm_ssd(u)), reset, initial_states=initial_states
+            self.in_proj(self.norm_ssd(u)),
+            reset,
+            initial_states=initial_states,
+            return_final_states=True,
         )
         mixed = self.mimo(y.to(self.mimo.weight.dtype))
         u = u + self.out_proj(mixed.flatten(-2))
@@ -715,7 +718,11 @@ class Mamba3Block(nn.Module):
         reset: Bool[Tensor, "B T"] | None = None,
         *,
         initial_states: Complex[Tensor, "B H D N"] | None = None,
-    ) -> tuple[Float[Tensor, "B T H D"], Complex[Tensor, "B H D N"]]:
+        return_final_states: bool = False,
+    ) -> (
+        Float[Tensor, "B T H D"]
+        | tuple[Float[Tensor, "B T H D"], Complex[Tensor, "B H D N"]]
+    ):
         """Slice the projection and scan it: the only place that does either."""
         if not self.A.is_complex():
             raise TypeError(
@@ -735,7 +742,7 @@ class Mamba3Block(nn.Module):
             self.cfg.chunk_size,
             dispatch,
             initial_states=initial_states,
-            return_final_states=True,
+            return_final_states=return_final_states,
             reset=reset,
         )
 
@@ -818,7 +825,7 @@ plt.show()
 # %%
 W = {name: weight.detach() for name, weight in block.named_parameters()}
 v = rms_norm(u, W["norm_ssd.weight"])
-y, _ = block._ssd_with_dispatch(v @ W["in_proj.weight"].T)
+y = block._ssd_with_dispatch(v @ W["in_proj.weight"].T)
 u1 = u + y.flatten(-2) @ W["mimo.weight"].T @ W["out_proj.weight"].T
 gate, up = (rms_norm(u1, W["norm_ffn.weight"]) @ W["ffn_gate_up.weight"].T).split(8, -1)
 u2 = u1 + (F.silu(gate) * up) @ W["ffn_down.weight"].T
@@ -842,7 +849,7 @@ def by_hand(proj, B, C):
 proj = block.in_proj(block.norm_ssd(u)).detach()
 B_re, B_im, C_re, C_im = proj[..., 6:22].split(4, dim=-1)
 C_t = torch.complex(C_re, C_im)
-y, _ = block._ssd_with_dispatch(proj)
+y = block._ssd_with_dispatch(proj)
 assert y.dtype == torch.float32 and y.shape == (1, 6, 2, 3)
 assert distance(by_hand(proj, torch.complex(B_re, B_im), C_t), y) < 1e-5
 

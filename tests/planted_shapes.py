@@ -65,7 +65,7 @@ def test_a_wrong_shape_inside_the_model_is_refused(monkeypatch):
     monkeypatch.setattr(
         mamba_block.Mamba3Block,
         "_ssd_with_dispatch",
-        lambda self, proj, reset=None, *, initial_states=None: (
+        lambda self, proj, reset=None, **options: (
             torch.zeros(*proj.shape[:2], 8),
             None,
         ),

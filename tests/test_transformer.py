@@ -317,12 +317,14 @@ def test_the_scan_is_the_only_reader_of_the_projection():
     """`_ssd_with_dispatch` gives float32 (B, T, H, D), from float32 or bfloat16."""
     block = random_model().layers[0]
     proj = torch.randn(2, 11, 2 * (4 + 4 * 6 + 1))
-    y, state = block._ssd_with_dispatch(proj)
+    y = block._ssd_with_dispatch(proj)
     assert (y.shape, y.dtype) == ((2, 11, 2, 4), torch.float32)
+    again, state = block._ssd_with_dispatch(proj, return_final_states=True)
+    assert torch.equal(again, y)
     assert (state.shape, state.dtype) == ((2, 2, 4, 6), torch.complex64)
-    rounded, state = block._ssd_with_dispatch(proj.bfloat16())
-    assert (rounded.dtype, state.dtype) == (torch.float32, torch.complex64)
-    again, _ = block._ssd_with_dispatch(proj.bfloat16().float())
+    rounded = block._ssd_with_dispatch(proj.bfloat16())
+    assert rounded.dtype == torch.float32
+    again = block._ssd_with_dispatch(proj.bfloat16().float())
     assert torch.equal(rounded, again)
 
 

@@ -103,7 +103,10 @@ class Mamba3Block(nn.Module):
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
         y, final_states = self._ssd_with_dispatch(
-            self.in_proj(self.norm_ssd(u)), reset, initial_states=initial_states
+            self.in_proj(self.norm_ssd(u)),
+            reset,
+            initial_states=initial_states,
+            return_final_states=True,
         )
         mixed = self.mimo(y.to(self.mimo.weight.dtype))
         u = u + self.out_proj(mixed.flatten(-2))
@@ -117,7 +120,11 @@ class Mamba3Block(nn.Module):
         reset: Bool[Tensor, "B T"] | None = None,
         *,
         initial_states: Complex[Tensor, "B H D N"] | None = None,
-    ) -> tuple[Float[Tensor, "B T H D"], Complex[Tensor, "B H D N"]]:
+        return_final_states: bool = False,
+    ) -> (
+        Float[Tensor, "B T H D"]
+        | tuple[Float[Tensor, "B T H D"], Complex[Tensor, "B H D N"]]
+    ):
         """Slice the projection and scan it: the only place that does either."""
         if not self.A.is_complex():
             raise TypeError(
@@ -137,7 +144,7 @@ class Mamba3Block(nn.Module):
             self.cfg.chunk_size,
             dispatch,
             initial_states=initial_states,
-            return_final_states=True,
+            return_final_states=return_final_states,
             reset=reset,
         )
 
