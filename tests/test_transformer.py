@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import subprocess
+import sys
 import warnings
 from itertools import pairwise
 
@@ -794,3 +796,15 @@ def test_logits_and_loss_on_a_gpu():
         logits, states = model(tokens, return_states=True)
     assert logits.dtype == torch.float32
     assert {state.dtype for state in states} == {torch.complex64}
+
+
+def test_the_package_imports_without_triton():
+    """Neither triton nor the compiler, which imports it, is loaded with the model."""
+    code = (
+        "import sys; from mamba3lite import Mamba3Transformer, ModelConfig; "
+        "print([m for m in ('triton', 'torch._dynamo') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

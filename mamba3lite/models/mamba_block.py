@@ -156,7 +156,6 @@ class Mamba3Block(nn.Module):
         self._warn_fallback(reason)
         return "pytorch"
 
-    @torch.compiler.assume_constant_result
     def _warn_fallback(self, reason: str) -> None:
         if not self._triton_fallback_warned:
             self._triton_fallback_warned = True
@@ -166,3 +165,7 @@ class Mamba3Block(nn.Module):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    # The mark of torch.compiler.assume_constant_result, which would import the compiler
+    # and triton with this module.
+    _warn_fallback._dynamo_marked_constant = True
