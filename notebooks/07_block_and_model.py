@@ -427,6 +427,7 @@ assert ModelConfig.of({"d_model": 512}) == ModelConfig(d_model=512)
 # %% tags=["export:mamba_block"]
 import math
 import warnings
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -435,7 +436,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mamba3lite.models.mimo import MIMO
-from mamba3lite.models.ssd_complex import ssd_complex_chunkwise
+from mamba3lite.models.ssd_complex import KernelUnavailable, ssd_complex_chunkwise
 
 
 def init_decay(n_heads: int, a_init: str) -> Complex[Tensor, "H"]:
@@ -644,11 +645,26 @@ plt.show()
 # projection and the only one that chooses an implementation of the scan.
 
 # %% tags=["export:mamba_block"]
-def _unavailable(dispatch: str) -> str | None:
-    """Why this dispatch cannot run here, or None when it can."""
+def _unavailable(
+    dispatch: str, shapes: tuple[int, int, int], dtype: torch.dtype, device
+) -> str | None:
+    """Why this dispatch cannot run here, or None when it can.
+
+    Args: shapes: head_dim, state_dim and chunk_size. dtype: of x. device: of x.
+    """
     if dispatch == "pytorch":
         return None
-    return f"this version of mamba3lite has no {dispatch} kernel"
+    if dispatch == "fused":
+        return "this version of mamba3lite has no fused kernel"
+    from mamba3lite.models import ssd_triton  # only now: it imports triton
+
+    try:
+        ssd_triton._check_triton()
+        ssd_triton._check_block_dims(*shapes)
+        ssd_triton._check_device(device)
+    except (ImportError, KernelUnavailable) as error:
+        return str(error)
+    return None
 
 
 class Mamba3Block(nn.Module):
@@ -729,28 +745,38 @@ class Mamba3Block(nn.Module):
                 f"layer {self.layer_idx}: A is {self.A.dtype}, its rotation is gone; "
                 "keep parameters in float32 and use autocast for bfloat16"
             )
-        dispatch = self._usable_dispatch()
+        dispatch = self._usable_dispatch(proj.device)
         # torch.complex refuses bf16, and the state is kept in float32 in any case.
         x, B_re, B_im, C_re, C_im, dt = proj.float().split(self._columns, dim=-1)
         heads = (self.cfg.n_heads, -1)
-        return ssd_complex_chunkwise(
+        scan = partial(
+            ssd_complex_chunkwise,
             x.unflatten(-1, heads),
             self.A,
             torch.complex(B_re, B_im).unflatten(-1, heads),
             torch.complex(C_re, C_im).unflatten(-1, heads),
             dt,
             self.cfg.chunk_size,
-            dispatch,
             initial_states=initial_states,
             return_final_states=return_final_states,
             reset=reset,
         )
+        # A compiled graph holds one path; there, what the kernel raises reaches the user.
+        if dispatch == "pytorch" or torch.compiler.is_compiling():
+            return scan(ssd_dispatch=dispatch)
+        try:
+            return scan(ssd_dispatch=dispatch)
+        except (ImportError, KernelUnavailable) as error:
+            self._warn_fallback(str(error))
+            return scan(ssd_dispatch="pytorch")
 
-    def _usable_dispatch(self) -> str:
+    def _usable_dispatch(self, device: torch.device) -> str:
         """The configured dispatch, or "pytorch" with one warning when it cannot run."""
-        reason = _unavailable(self.cfg.ssd_dispatch)
+        cfg = self.cfg
+        shapes = (cfg.head_dim, cfg.state_dim, cfg.chunk_size)
+        reason = _unavailable(cfg.ssd_dispatch, shapes, torch.float32, device)
         if reason is None:
-            return self.cfg.ssd_dispatch
+            return cfg.ssd_dispatch
         self._warn_fallback(reason)
         return "pytorch"
 
@@ -766,7 +792,7 @@ class Mamba3Block(nn.Module):
 
     # The mark of torch.compiler.assume_constant_result, which would import the compiler
     # and triton with this module.
-    _warn_fallback._dynamo_marked_constant = True
+    _usable_dispatch._dynamo_marked_constant = True
 
 # %% [markdown]
 # ### Which column moves which stream

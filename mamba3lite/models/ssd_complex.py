@@ -16,6 +16,7 @@ __all__ = [
     "ssd_naive_complex",
     "causal_decay",
     "per_chunk_ssd_pytorch",
+    "KernelUnavailable",
     "ssd_complex_chunkwise",
 ]
 
@@ -361,26 +362,46 @@ def _exp(log_factor: Complex[Tensor, "*shape"], dtype: torch.dtype) -> Tensor:
 
 
 # %% notebooks/03_chunkwise_ssd.py#the-whole-scan
-_DISPATCHES = ("pytorch", "triton", "fused")
+# What each dispatch can multiply in; the default comes first.
+_PRECISIONS_OF = {
+    "pytorch": ("ieee",),
+    "triton": ("ieee", "tf32"),
+    "fused": ("tf32", "ieee", "bf16"),
+}
+
+
+class KernelUnavailable(ValueError):
+    """A kernel that cannot run: its tile sizes, the device, or a complex x.
+
+    The block that asked for it takes the PyTorch path instead, with one warning.
+    """
+
+
+def _check_precision(ssd_dispatch: str, precision: str | None) -> None:
+    """Refuse a precision that the dispatch does not offer; None is its default."""
+    offered = _PRECISIONS_OF[ssd_dispatch]
+    if precision is not None and precision not in offered:
+        raise ValueError(
+            f"precision is {precision!r}; ssd_dispatch={ssd_dispatch!r} takes None or "
+            + " or ".join(map(repr, offered))
+        )
 
 
 def _check_dispatch(ssd_dispatch: str, chunk_size: int, precision: str | None) -> None:
     """Refuse an unknown dispatch, a chunk size below 1 or a precision not on offer."""
-    if ssd_dispatch not in _DISPATCHES:
+    if ssd_dispatch not in _PRECISIONS_OF:
         raise ValueError(
-            f"ssd_dispatch is {ssd_dispatch!r}; wanted one of {', '.join(_DISPATCHES)}"
+            f"ssd_dispatch is {ssd_dispatch!r}; wanted one of "
+            + ", ".join(_PRECISIONS_OF)
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
-    if ssd_dispatch != "pytorch":
+    if ssd_dispatch == "fused":
         raise ImportError(
             f"ssd_dispatch={ssd_dispatch!r} needs a kernel that this version of "
             "mamba3lite does not have; use ssd_dispatch='pytorch'"
         )
-    if precision not in (None, "ieee"):
-        raise ValueError(
-            f"precision is {precision!r}; ssd_dispatch='pytorch' takes None or 'ieee'"
-        )
+    _check_precision(ssd_dispatch, precision)
 
 
 def _to_chunks(
@@ -419,8 +440,10 @@ def ssd_complex_chunkwise(
         B_t, C_t: write and read vectors of every step.
         dt: raw step parameter, real.
         chunk_size: steps per chunk; T need not be a multiple.
-        ssd_dispatch: "pytorch"; "triton" and "fused" name kernels.
-        precision: None for the default of the dispatch, or "ieee".
+        ssd_dispatch: "pytorch", or "triton" for the kernel of notebook 05, which takes
+            float32 and complex64 alone; "fused" is not there yet.
+        precision: None for the default of the dispatch, or "ieee"; "triton" also takes
+            "tf32".
         initial_states: the state before the first token; zero when None.
         return_final_states: also return the state after the last real token; fed back
             as initial_states it continues the sequence.
@@ -445,20 +468,26 @@ def ssd_complex_chunkwise(
     # States stay in float32: autocast must not reach the products below.
     with torch.autocast(x.device.type, enabled=False):
         y, final_states = _scan_chunks(
-            x, B_t, C_t, _log_decay(dt, A, reset), min(chunk_size, time), initial_states
+            *(x, B_t, C_t, _log_decay(dt, A, reset), initial_states),
+            *(chunk_size, ssd_dispatch, precision),
         )
     return (y, final_states) if return_final_states else y
 
 
-def _scan_chunks(x, B_t, C_t, log_decay, chunk, initial_states):
+def _scan_chunks(
+    x, B_t, C_t, log_decay, initial_states, chunk_size, ssd_dispatch, precision
+):
     """Cut into chunks, solve each, pass the states, add what they read."""
-    dtype = B_t.dtype
+    dtype, time = B_t.dtype, x.shape[1]
+    # A kernel is compiled for one chunk size; PyTorch takes any.
+    chunk = min(chunk_size, time) if ssd_dispatch == "pytorch" else chunk_size
     # Padding the log decay with 0 leaves the final state alone; dt = 0 would decay it.
     Xc, Bc, Cc, A_log = (_to_chunks(z, chunk) for z in (x, B_t, C_t, log_decay))
     A_cumsum = A_log.cumsum(2)
     total = A_cumsum[:, :, -1:]
-    Y_diag, state = per_chunk_ssd_pytorch(
-        Bc, Cc, Xc, A_log, _exp(total - A_cumsum, dtype)
+    Y_diag, state = _solve_chunks(
+        *(ssd_dispatch, precision),
+        *(Bc, Cc, Xc, A_log, _exp(total - A_cumsum, dtype)),
     )
     entering, final_states = _pass_states(
         state, _exp(total.squeeze(2), dtype), initial_states
@@ -466,4 +495,18 @@ def _scan_chunks(x, B_t, C_t, log_decay, chunk, initial_states):
     read = Cc * _exp(A_cumsum, dtype).unsqueeze(-1)
     Y_off = _real_product(read.transpose(2, 3), entering).transpose(2, 3)
     y = Y_diag.real + Y_off if Y_diag.is_complex() else Y_diag + Y_off
-    return y.flatten(1, 2)[:, : x.shape[1]], final_states
+    return y.flatten(1, 2)[:, :time], final_states
+
+
+def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):
+    """The inside of all chunks, by the function that the dispatch names."""
+    if ssd_dispatch == "pytorch":
+        return per_chunk_ssd_pytorch(Bc, Cc, Xc, A_log, decay_states)
+    # Here and not above: the model must import without triton.
+    from mamba3lite.models.ssd_triton import per_chunk_ssd_triton
+
+    Xc, A_log = Xc.to(Bc.dtype), A_log.to(Bc.dtype)
+    precision = precision or _PRECISIONS_OF[ssd_dispatch][0]
+    return per_chunk_ssd_triton(
+        Bc, Cc, Xc, A_log, decay_states, input_precision=precision
+    )
