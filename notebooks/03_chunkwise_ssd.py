@@ -64,6 +64,7 @@ plt.rcParams.update(
 # slow to fast, and rotations all around the circle. Double precision first; we round
 # when we want to see rounding.
 
+
 # %%
 def random_case(B, T, H, D, N):
     """x, A, B_t, C_t, dt in double precision, with a step of its own per token."""
@@ -86,6 +87,7 @@ def single(case):
 
 def relative_error(got, wanted):
     return ((got - wanted).norm() / wanted.norm()).item()
+
 
 # %% [markdown]
 # ## Unroll the loop
@@ -170,6 +172,7 @@ plt.show()
 # and the order of its steps matters more than anything else in this notebook: it
 # decides which entries count *before* it takes an exponential.
 
+
 # %% tags=["export"]
 def causal_decay(
     log_magnitude: Float[Tensor, "*batch C"], dtype: torch.dtype
@@ -192,6 +195,7 @@ def causal_decay(
     future = torch.ones(steps, steps, dtype=torch.bool, device=span.device).triu(1)
     # Select before exp: above the diagonal the exponent is positive and exp overflows.
     return span.masked_fill_(future, -torch.inf).exp_()
+
 
 # %% [markdown]
 # First a check that could fail: by hand, and against products of the factors
@@ -240,6 +244,7 @@ plt.show()
 # float32 $e^{88.8}$ is already infinite, and infinity times the mask's zero is not
 # zero, it is NaN. With $A = -1$ and $dt = 0$ a step has $u = -\ln 2$, so 129 steps are
 # enough.
+
 
 # %%
 def mask_after_exp(log_magnitude):
@@ -323,6 +328,7 @@ assert u32.grad.isnan().any(), "repairing the output does not repair the gradien
 # $\operatorname{Re}(c\,b) = c_r b_r - c_i b_i$ over $N$ complex numbers is one real
 # inner product over $2N$: one real matrix product in the place of four.
 
+
 # %% tags=["export"]
 def _unit_phase(angle: Float[Tensor, "*shape"], dtype: torch.dtype) -> Tensor:
     """exp(i angle), computed in the precision of angle and cast to complex dtype."""
@@ -339,6 +345,7 @@ def _real_product(
 ) -> Float[Tensor, "*batch L S"]:
     """Re(u v^T) as one real matrix product: Re(a b) = <conj(a), b> over (re, im)."""
     return _pairs(u.conj().resolve_conj()) @ _pairs(v).mT
+
 
 # %%
 left = torch.randn(5, 7, 4, dtype=torch.complex128)
@@ -376,6 +383,7 @@ assert causal_decay(torch.full((64,), -1.5).double(), torch.float32).isfinite().
 # caller has it anyway. The function works on all chunks of all heads at once, as
 # batched matrix products over (batch, chunk, head). It is also the reference, and the
 # backward pass, of the kernel that replaces it on a GPU.
+
 
 # %% tags=["export"]
 def per_chunk_ssd_pytorch(
@@ -418,6 +426,7 @@ def per_chunk_ssd_pytorch(
         state = torch.view_as_complex((Xc.mT @ _pairs(kept)).unflatten(-1, (-1, 2)))
     return Y_diag.transpose(2, 3), state
 
+
 # %% [markdown]
 # The check: take chunks as they come, and run the oracle on each of them *alone*. Its
 # output must be $Y_{\text{diag}}$ and its final state $S$.
@@ -459,6 +468,7 @@ print("Y_diag", tuple(Y_diag.shape), Y_diag.dtype, "| state", tuple(state.shape)
 # We pass the state with the recurrence, not with the unrolled sum: it needs no matrix
 # over pairs of chunks, and every factor $e^{\Lambda}$ has magnitude at most 1.
 
+
 # %% tags=["export"]
 def _pass_states(
     state: Complex[Tensor, "B nc H P N"],
@@ -480,6 +490,7 @@ def _pass_states(
         entering.append(carry)
         carry = decay[..., None, None] * carry + added
     return torch.stack(entering, dim=1), carry
+
 
 # %%
 totals = A_cumsum[:, :, -1]
@@ -525,6 +536,7 @@ def scan_with_window(case, C, window):
     read = Cc * A_cumsum.exp().unsqueeze(-1)
     Y_off = torch.einsum("bclhn,bchpn->bclhp", read, torch.stack(G, 1)).real
     return (Y_diag + Y_off).flatten(1, 2)
+
 
 # %%
 case = random_case(B=1, T=64, H=2, D=4, N=4)
@@ -574,6 +586,7 @@ plt.show()
 # does it: $e^{-200}$ is exactly 0 in float32, and any span across the boundary contains
 # it.
 
+
 # %% tags=["export"]
 def _log_decay(
     dt: Float[Tensor, "B T H"],
@@ -597,6 +610,7 @@ def _log_decay(
 def _exp(log_factor: Complex[Tensor, "*shape"], dtype: torch.dtype) -> Tensor:
     """exp of a complex128 log factor, cast to the complex working dtype."""
     return log_factor.exp().to(dtype)
+
 
 # %%
 A = torch.tensor([-0.5 + 3.0j], dtype=torch.complex64)
@@ -748,8 +762,8 @@ def ssd_complex_chunkwise(
     """
     _check_scan_inputs(x, A, B_t, C_t, dt, initial_states, reset)
     _check_dispatch(ssd_dispatch, chunk_size, precision)
-    batch, time, heads, dim = x.shape
     if initial_states is None:
+        batch, _, heads, dim = x.shape
         initial_states = B_t.new_zeros(batch, heads, dim, B_t.shape[-1])
     # States stay in float32: autocast must not reach the products below.
     with torch.autocast(x.device.type, enabled=False):
@@ -797,9 +811,11 @@ def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):
         Bc, Cc, Xc, A_log, decay_states, input_precision=precision
     )
 
+
 # %% [markdown]
 # The check that matters: random steps, a length that is no multiple of the chunk, every
 # gradient, against the loop in complex128.
+
 
 # %%
 def compare(T, C, precision):
@@ -885,6 +901,7 @@ plt.show()
 
 # %% [markdown]
 # And in seconds, on this machine: the loop against the chunks, forward only.
+
 
 # %% tags=["nbval-ignore-output"]
 def seconds(scan, case):

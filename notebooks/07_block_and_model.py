@@ -62,6 +62,7 @@ def distance(got, expected):
     """How far two tensors are apart, relative to the norm of the expected one."""
     return ((got - expected).norm() / expected.norm()).item()
 
+
 # %% [markdown]
 # ## Keeping the scale: RMSNorm
 # A model of this kind is a long sum. Every block adds something to a vector $u$ per
@@ -70,6 +71,7 @@ def distance(got, expected):
 #
 # The experiment below adds 28 random feed-forward branches, once to the stream as it
 # is, once with a normalization in front of each branch.
+
 
 # %%
 def loudness(start, normalize, layers=28, d=64, f=128):
@@ -113,6 +115,7 @@ plt.show()
 # The norm divides by the root mean square over the channels and multiplies by one
 # learned gain $g$ per channel:
 # $$v = \frac{u}{\sqrt{\frac{1}{d} \sum_{i=1}^{d} u_i^2 + \varepsilon}} \cdot g .$$
+
 
 # %%
 def rms_norm(u, g, eps=1e-5):
@@ -233,6 +236,7 @@ class MIMO(nn.Module):
 
     def forward(self, y: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
         return F.linear(y.flatten(-2), self.weight).view_as(y)
+
 
 # %%
 torch.manual_seed(2)
@@ -393,6 +397,7 @@ class ModelConfig:
         """A config as it is, or one built from a mapping of its fields."""
         return cls(**config) if isinstance(config, Mapping) else config
 
+
 # %%
 def refused(kind, **fields):
     """The message with which ModelConfig refuses these fields."""
@@ -458,6 +463,7 @@ def init_decay(n_heads: int, a_init: str) -> Complex[Tensor, "H"]:
     rate = 10.0 ** (-3 + 3 * (0.618 * head).frac())
     return torch.complex(-rate, math.pi * head / n_heads).to(torch.complex64)
 
+
 # %% [markdown]
 # How long does a head remember? The step is $\delta = \operatorname{softplus}(dt)$, and
 # $\operatorname{softplus}(0) = \ln 2$. A token written now is left with the factor
@@ -488,6 +494,7 @@ ordered = torch.complex(-(10.0 ** (-3 + 3 * head / 16)), head * math.pi / 16)
 print(f"rate against angle: {correlation(spectrum):+.2f}")
 print(f"had we taken h/H for both: {correlation(ordered):+.2f}")
 assert abs(correlation(spectrum)) < 0.2 and correlation(ordered) > 0.99
+
 
 # %%
 def inverse(rate):
@@ -563,6 +570,7 @@ lanes = [
     ],
 ]
 
+
 # %%
 def box(x, y, name, widths):
     fill = {"SSD": "#CDE7F7", "silu(gate) · up": "#EEEEEE"}.get(name, "#FBE7C0")
@@ -585,6 +593,7 @@ def lane(y, boxes, before, after):
       <text x="{last + 20}" y="{y + 95}" font-size="17">+</text>
       <text x="18" y="{y + 95}">{before}</text>
       <text x="816" y="{y + 95}">{after}</text>"""
+
 
 # %%
 SVG(f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 840 262" width="840"
@@ -643,6 +652,7 @@ plt.show()
 # whether to keep the activations or compute them again. `_forward_impl` is the two
 # lines of the formula. `_ssd_with_dispatch` is the only place that slices the
 # projection and the only one that chooses an implementation of the scan.
+
 
 # %% tags=["export:mamba_block"]
 def _unavailable(
@@ -761,7 +771,7 @@ class Mamba3Block(nn.Module):
             return_final_states=return_final_states,
             reset=reset,
         )
-        # A compiled graph holds one path; there, what the kernel raises reaches the user.
+        # A compiled graph holds one path: there, what the kernel raises propagates.
         if dispatch == "pytorch" or torch.compiler.is_compiling():
             return scan(ssd_dispatch=dispatch)
         try:
@@ -794,6 +804,7 @@ class Mamba3Block(nn.Module):
     # and triton with this module.
     _usable_dispatch._dynamo_marked_constant = True
 
+
 # %% [markdown]
 # ### Which column moves which stream
 # Reading the slices off the code is easy and proves little. A check that could fail:
@@ -820,6 +831,7 @@ def streams_of(block, u):
     block(u)
     ssd_complex_chunkwise = scan
     return [stream.detach().flatten(2).clone() for stream in heard]
+
 
 # %%
 before = streams_of(block, u)
@@ -866,6 +878,7 @@ assert distance(u1, u2) > 1e-2 < distance(u, u1), "both branches have a say"
 # Anyone who loads these weights elsewhere has to slice them again. Two honest mistakes:
 # to take $B$ as (re, im) pairs, as `torch.view_as_complex` likes them, and to swap
 # $B$'s imaginary slice with $C$'s real one. The oracle of notebook 02 tells all apart.
+
 
 # %%
 def by_hand(proj, B, C):
@@ -947,6 +960,7 @@ assert str(heard[0].message).startswith("layer 3: ssd_dispatch='triton' unavaila
 # `grad_checkpoint` a block keeps its input alone and runs a second time when its
 # gradient is due. Same gradients, one more forward pass.
 
+
 # %%
 def trained_once(grad_checkpoint):
     """Gradients of a block, how often it ran, how many numbers autograd kept."""
@@ -1018,6 +1032,7 @@ def _cross_entropy_sum(
     chunks = zip(hidden.split(steps, 1), targets.split(steps, 1), strict=True)
     return sum(checkpoint(chunk_loss, h, t, use_reentrant=False) for h, t in chunks)
 
+
 # %%
 batch, time, vocab, d = 16, 2048, 50257, 1024
 logits = 4 * batch * time * vocab
@@ -1069,8 +1084,8 @@ def plain_sum(hidden, weight, targets):
     """The textbook loss: all logits first."""
     logits = hidden @ weight.T
     return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten().long(), reduction="sum"
-        )
+        logits.flatten(0, 1), targets.flatten().long(), reduction="sum"
+    )
 
 
 def measured(loss_sum, hidden, weight, targets):
@@ -1080,6 +1095,7 @@ def measured(loss_sum, hidden, weight, targets):
         loss = loss_sum(hidden, weight, targets)
         loss.backward()
     return loss.detach(), hidden.grad, weight.grad, largest.numbers
+
 
 # %%
 torch.manual_seed(6)
@@ -1124,6 +1140,7 @@ _LOGITS_AT_ONCE = 2**24
 # starts narrower, by $1 / \sqrt{2 L}$ for the $2 L$ branches of $L$ layers, so that
 # their sum does not grow with depth. And a weight marked `_identity_init`, the mixer,
 # is left as it is.
+
 
 # %% tags=["export"]
 class Mamba3Transformer(nn.Module):
@@ -1250,6 +1267,7 @@ class Mamba3Transformer(nn.Module):
             bad = ids.min() if ids.min() < 0 else ids.max()
             raise ValueError(f"{name} holds the id {bad}; wanted 0 to {vocab - 1}")
 
+
 # %%
 small = ModelConfig(
     **dict(vocab_size=32, d_model=64, n_layers=2, n_heads=4, head_dim=16),
@@ -1337,6 +1355,7 @@ assert sum(per_layer.values()) == 13_649_936
 assert L * sum(per_layer.values()) == 382_198_208
 assert L * sum(per_layer.values()) + V * d + d == 433_662_400
 assert L * sum(per_layer.values()) + 2 * V * d + d == 485_125_568
+
 
 # %%
 def count(module):
@@ -1522,6 +1541,7 @@ assert state_bytes == 14_680_064
 # notice? By a loss that is too good. On tokens drawn at random there is nothing to
 # learn, and no honest model gets below $\ln V$ on fresh data.
 
+
 # %%
 def random_text_loss(shift, steps=40, V=16):
     """Loss on fresh random tokens during training; shift 1 is right, 0 forgets it."""
@@ -1537,6 +1557,7 @@ def random_text_loss(shift, steps=40, V=16):
         optimizer.step()
         losses.append(loss.item())
     return model, losses
+
 
 # %%
 honest_model, honest = random_text_loss(shift=1)
@@ -1564,6 +1585,7 @@ plt.show()
 # this is memory and nothing else. We run it twice, the second time with the mixer drawn
 # at random, the fault of the section on starting as the identity.
 
+
 # %%
 def memorize(respect_mark, steps=50):
     """Loss on one fixed batch, step by step."""
@@ -1582,6 +1604,7 @@ def memorize(respect_mark, steps=50):
         optimizer.step()
         losses.append(loss.item())
     return model, losses
+
 
 # %%
 learned, losses = memorize(respect_mark=True)

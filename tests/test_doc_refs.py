@@ -6,11 +6,13 @@ plants a fault and sees it named.
 
 Marks that a page can use:
 
-- `` `mamba3lite/models/mimo.py:MIMO.weight` ``, `` `tests/test_ssd.py::test_x` ``:
-  a code anchor, from the root of the repository, never with a line number;
+- `` `mamba3lite/models/mimo.py:MIMO.weight` ``, `` `tests/test_ssd.py::test_x` ``,
+  `` `tests/test_x.py::TestX::test_y` ``: a code anchor, from the root of the
+  repository, never with a line number;
 - a fence opened with `{ .python .run }` is run, all those of a page in one namespace;
   a fence `{ .text .output }` right after it is what it prints;
 - a fence `console` holds commands, with a prompt `$ ` when it shows output too;
+- the table of kernels in guides/extending.md names every `triton.jit` function;
 - a paragraph with *measured* in it names a file of docs/benchmarks.
 """
 
@@ -21,6 +23,9 @@ import contextlib
 import importlib.util
 import io
 import re
+import runpy
+import tomllib
+import warnings
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -115,7 +120,9 @@ def tree(tmp_path):
     (tmp_path / "mamba3lite").mkdir()
     (tmp_path / "mamba3lite/demo.py").write_text(SOURCE)
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_demo.py").write_text("def test_a(): ...\n")
+    (tmp_path / "tests/test_demo.py").write_text(
+        "def test_a(): ...\nclass TestBox:\n    def test_b(self): ...\n"
+    )
     (tmp_path / "docs/references").mkdir(parents=True)
     return tmp_path
 
@@ -130,6 +137,7 @@ def tree(tmp_path):
         "mamba3lite/demo.py:Box.size",
         "mamba3lite/demo.py:Box.width",
         "tests/test_demo.py::test_a",
+        "tests/test_demo.py::TestBox::test_b",
     ],
 )
 def test_an_anchor_to_what_exists_resolves(tree, anchor):
@@ -145,6 +153,8 @@ def test_an_anchor_to_what_exists_resolves(tree, anchor):
         ("mamba3lite/demo.py:Box.gone", "has no gone"),
         ("mamba3lite/demo.py:public.gone", "has no gone"),
         ("tests/test_demo.py::test_b", "defines no test_b"),
+        ("tests/test_demo.py::TestBox::test_c", "TestBox in tests/test_demo.py has no"),
+        ("tests/test_demo.py::TestGone::test_b", "defines no TestGone"),
         ("mamba3lite/demo.py:12", "no anchor"),
         ("demo.py:public", "no anchor"),
     ],
@@ -343,7 +353,8 @@ def commands(text: str) -> list[str]:
             lines = body.replace("\\\n", " ").splitlines()
             prompted = [line[2:] for line in lines if line.startswith("$ ")]
             found += prompted or [line for line in lines if line.strip()]
-    spans = [s for s in code_spans(text) if re.match(r"(make|mamba3lite) [a-z]", s)]
+    start = r"(make|mamba3lite|[.\w/]*python -m) [a-z]"
+    spans = [s for s in code_spans(text) if re.match(start, s)]
     return [line.partition("  #")[0] for line in found + spans]
 
 
@@ -369,8 +380,11 @@ def _command_fault(words: list[str], make_targets: set[str], root: Path) -> str 
         return f"make has no target {wrong[0]}" if wrong else None
     if first == "mamba3lite":
         return _cli_fault(words[1:])
-    if words[:2] == ["python", "-m"] and words[2].startswith("mamba3lite"):
-        return _module_fault(words[2], words[3:])
+    if first == "python" and words[1:2] == ["-m"]:
+        if words[2] == "pytest":
+            return _marker_fault(words[3:])
+        if words[2].startswith("mamba3lite"):
+            return _module_fault(words[2], words[3:])
     if first not in TOOLS:
         return f"unknown command {first}"
     missing = [
@@ -380,15 +394,31 @@ def _command_fault(words: list[str], make_targets: set[str], root: Path) -> str 
 
 
 def _module_fault(name: str, words: list[str]) -> str | None:
-    if importlib.util.find_spec(name) is None:
-        return f"no module {name}"
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        importlib.import_module(name).main(["--help"])
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(shown),
+        contextlib.suppress(SystemExit),
+    ):
+        patch.setattr("sys.argv", [name, "--help"])
+        warnings.simplefilter("ignore")  # that a module is imported and run
+        try:
+            runpy.run_module(name, run_name="__main__")
+        except ImportError as error:
+            return f"no module {name} to run: {error}"
     for word in words:
         if word.startswith("--") and word not in shown.getvalue().split():
             return f"no option {word}"
     return None
+
+
+def _marker_fault(words: list[str]) -> str | None:
+    """A marker that no test can carry."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    known = {line.partition(":")[0] for line in settings["ini_options"]["markers"]}
+    marker = words[words.index("-m") + 1] if "-m" in words else None
+    return f"no marker {marker}" if marker and marker not in known else None
 
 
 def _cli_fault(words: list[str]) -> str | None:
@@ -418,6 +448,11 @@ def test_commands_options_and_targets_exist():
         ("```console\npython -m mamba3lite.gone\n```", "no module"),
         ("```console\npython -m mamba3lite.training.pretrain --gone\n```", "no option"),
         ("```console\npython -m mamba3lite.training.pretrain --set\n```", None),
+        ("`.venv/bin/python -m mamba3lite.bench --gone`", "no option --gone"),
+        ("Type `python -m mamba3lite.bench --tune`.", None),
+        ("Type `python -m mamba3lite`.", "no module"),
+        ("```console\npython -m pytest -m gpuu\n```", "no marker gpuu"),
+        ("```console\npython -m pytest -m gpu -rs\n```", None),
         ("```console\nfrobnicate x\n```", "unknown command"),
         ("```console\njupyter lab notebooks/99_gone.ipynb\n```", "does not exist"),
     ],
@@ -427,6 +462,48 @@ def test_a_command_that_does_not_exist_is_named(tree, text, complaint):
     faults = command_faults({"p.md": text}, tree)
     assert bool(faults) == bool(complaint)
     assert complaint is None or complaint in faults[0]
+
+
+# ---------------------------------------------------------------- kernels
+
+KERNELS_PAGE, KERNELS_HEADING = "guides/extending.md", "### The kernels there are"
+
+
+def jit_functions(root: Path) -> set[str]:
+    """Names of the functions that `triton.jit` decorates, anywhere in the package."""
+    return {
+        node.name
+        for path in (root / "mamba3lite").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
+    }
+
+
+def kernel_faults(pages: Pages, root: Path) -> list[str]:
+    """Kernels that the list leaves out, and rows of kernels that do not exist."""
+    after = pages[KERNELS_PAGE].partition(f"\n{KERNELS_HEADING}\n")[2]
+    listed = set(re.findall(r"^\| `(\w+)` \|", re.split(r"\n#+ ", after)[0], re.M))
+    found = jit_functions(root)
+    faults = [f"{name} is in no row" for name in sorted(found - listed)]
+    return faults + [f"{name} is no kernel" for name in sorted(listed - found)]
+
+
+def test_every_kernel_is_in_the_list_of_kernels():
+    assert kernel_faults(all_pages(), ROOT) == []
+
+
+def test_a_kernel_left_out_or_invented_is_named(tree):
+    (tree / "mamba3lite/kernels.py").write_text(
+        "if HAS_TRITON:\n    @triton.jit\n    def _first(): ...\n"
+        "    @triton.jit(noinline=True)\n    def _second(): ...\n"
+    )
+    rows = "| kernel |\n|---|\n| `_second` | x |\n| `_third` | x |\n"
+    page = f"\n{KERNELS_HEADING}\n{rows}\n## Next\n| `_first` | y |\n"
+    assert kernel_faults({KERNELS_PAGE: page}, tree) == [
+        "_first is in no row",
+        "_third is no kernel",
+    ]
 
 
 # ---------------------------------------------------------------- settings

@@ -1,4 +1,4 @@
-"""The MkDocs hook: notebooks as pages, formulas as MathML, code anchors as links.
+"""The MkDocs hook: notebooks and measurements as pages, formulas, code anchors.
 
 Nothing is written outside the site: notebook pages and their figures are handed to
 MkDocs in memory, so its strict checks of links and anchors see them like any page,
@@ -11,6 +11,7 @@ import ast
 import base64
 import json
 import logging
+import math
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -159,7 +160,7 @@ INLINE_MATH = r"(?<![\\$])\$(?![\s$])([^$]+)(?<![\s\\])\$(?!\d)([.,;:)]*)"
 
 ANCHOR = re.compile(
     r"(?P<file>(?:mamba3lite|tests|tools)/[\w/]*\w\.py)"
-    r"(?:(?P<colon>::?)(?P<symbol>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*))?"
+    r"(?:(?P<colon>::?)(?P<symbol>[A-Za-z_]\w*(?:(?:\.|::)[A-Za-z_]\w*)*))?"
 )
 
 
@@ -182,7 +183,7 @@ def resolve_anchor(root: Path, file: str, symbol: str | None) -> str:
     if symbol is None:
         return "module"
     names = _defined_in(path, path.stat().st_mtime_ns)
-    head, _, member = symbol.partition(".")
+    head, _, member = symbol.replace("::", ".").partition(".")
     if head not in names:
         raise AnchorError(f"{file} defines no {head}")
     node = names[head]
@@ -264,6 +265,7 @@ class _CodeAnchor(InlineProcessor):
         code = ElementTree.Element("code", title=m[0].strip("`"))
         code.text = m["symbol"] or m["file"]
         if not m["file"].startswith("mamba3lite/"):
+            code.text = code.text.rpartition("::")[2]  # its title has the class
             return _breakable(code), m.start(0), m.end(0)
         identifier = api_identifier(m["file"], m["symbol"], kind)
         link = ElementTree.Element("autoref", identifier=identifier)
@@ -476,6 +478,106 @@ class InlineSections(griffe.Extension):
         return f"\n**{match[1]}:** {text}\n"
 
 
+# ---------------------------------------------------------------- benchmarks
+
+BENCHMARK = re.compile(r"^<!-- benchmark ([\w.-]+\.json) -->$", re.MULTILINE)
+PARTS = {"per_chunk": "The inside of the chunks", "scan": "The whole scan"}
+PASSES = ("forward", "forward_backward")
+
+
+def benchmark_markdown(report: dict, name: str) -> str:
+    """One benchmark file as Markdown: where it comes from, then its tables.
+
+    Args:
+        report: what `python -m mamba3lite.bench --json` wrote.
+        name: its file name, for the link; the file lies beside the page.
+    """
+    blocks = [_provenance(report, name)]
+    heads = ["version", "forward, ms", "with backward, ms", "peak, MB", "largest error"]
+    for part, title in PARTS.items():
+        rows = [_row_cells(row) for row in report["rows"] if row["part"] == part]
+        blocks += [f"**{title}**", _table(heads, rows)]
+    if report["ratios"]:
+        heads = ["times faster than", "forward", "with backward"]
+        rows = [
+            [f"`{r['against']}`, {r['precision']}: {PARTS[r['part']].lower()}"]
+            + [f"{r[name]:.2f}" for name in PASSES]
+            for r in report["ratios"]
+        ]
+        blocks += ["**The kernel against the others**", _table(heads, rows)]
+    if report.get("launches"):
+        title = "**Forward of the kernel alone, by launch**"
+        blocks += [title, _launch_table(report["launches"])]
+    return "\n\n".join(blocks)
+
+
+def _provenance(report: dict, name: str) -> str:
+    shape, error_shape = (
+        ", ".join(f"{'C' if key == 'chunk' else key} = {n}" for key, n in sizes.items())
+        for sizes in (report["shape"], report["error_shape"])
+    )
+    software = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if v)
+    copied = report["ceilings"]["copy_tb_s"]
+    products = ", ".join(
+        f"{rate:.3g} TFLOP/s in {kind.removesuffix('_tflop_s')}"
+        for kind, rate in report["ceilings"].items()
+        if kind.endswith("_tflop_s")
+    )
+    return (
+        f"*Measured* on {report['device']['name']}, {report['date']}, with {software}: "
+        f"[{name}]({name}).\n\n```console\n{report['command']}\n```\n\n"
+        f"Times at {shape}; errors at {error_shape}. The device copies {copied:.3g} "
+        f"TB/s and multiplies {products}. Times are medians; below them stand the 10th "
+        "and the 90th percentile, and the floor."
+    )
+
+
+def _row_cells(row: dict) -> list[str]:
+    cells = [f"`{row['version']}`,&nbsp;{row['precision']}"]
+    for name in PASSES:
+        time = row[f"{name}_ms"]
+        median, low, high = (_short(time[of]) for of in ("median", "low", "high"))
+        floor = _short(row[f"{name}_floor_ms"])
+        cells.append(_two_lines(median, f"{low} to {high}; floor {floor}"))
+    worst = max(row["errors"], key=row["errors"].__getitem__)
+    peak = f"{row['peak_mb']:.0f}" if "peak_mb" in row else "-"
+    return [*cells, peak, _two_lines(f"{row['errors'][worst]:.1e}", f"`{worst}`")]
+
+
+def _two_lines(above: str, below: str) -> str:
+    return f"{above}<br><small>{below}</small>"
+
+
+def _launch_table(launches: list[dict]) -> str:
+    """Warps and stages down, precisions across, the fastest of each in bold."""
+    precisions = list(dict.fromkeys(row["precision"] for row in launches))
+    times = {
+        (row["warps"], row["stages"], row["precision"]): row["forward_ms"]["median"]
+        for row in launches
+    }
+    best = {p: min(t for key, t in times.items() if key[2] == p) for p in precisions}
+    rows = []
+    for warps, stages in dict.fromkeys(key[:2] for key in times):
+        cells = [f"{warps} warps, {stages} {'stage' if stages == 1 else 'stages'}"]
+        for p in precisions:
+            time = times[warps, stages, p]
+            mark = "**" if time == best[p] else ""
+            cells.append(f"{mark}{_short(time)}{mark}")
+        rows.append(cells)
+    return _table(["launch", *(f"{p}, ms" for p in precisions)], rows)
+
+
+def _short(number: float) -> str:
+    """A positive number to three digits that count."""
+    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table: names at the left, numbers right-aligned."""
+    rule = ["---", *["--:"] * (len(heads) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heads, rule, *rows])
+
+
 # ---------------------------------------------------------------- MkDocs events
 
 
@@ -514,6 +616,20 @@ def _notebook_files(config: MkDocsConfig) -> Iterator[File]:
         for name, content in figures.items():
             uri = f"notebooks/{path.stem}_files/{name}"
             yield File.generated(config, uri, content=content)
+
+
+def on_page_markdown(markdown: str, page, config: MkDocsConfig, **_: object) -> str:
+    """Put the tables of a benchmark file in the place of its marker."""
+    folder = Path(config.docs_dir, page.file.src_uri).parent
+
+    def tables(match: re.Match[str]) -> str:
+        path = folder / match[1]
+        if not path.is_file():
+            raise PluginError(f"{page.file.src_uri}: there is no {match[1]} beside it")
+        report = json.loads(path.read_text(encoding="utf-8"))
+        return benchmark_markdown(report, match[1])
+
+    return BENCHMARK.sub(tables, markdown)
 
 
 def on_page_content(html: str, page, **_: object) -> str:

@@ -163,7 +163,7 @@ class Mamba3Block(nn.Module):
             return_final_states=return_final_states,
             reset=reset,
         )
-        # A compiled graph holds one path; there, what the kernel raises reaches the user.
+        # A compiled graph holds one path: there, what the kernel raises propagates.
         if dispatch == "pytorch" or torch.compiler.is_compiling():
             return scan(ssd_dispatch=dispatch)
         try:

@@ -462,8 +462,8 @@ def ssd_complex_chunkwise(
     """
     _check_scan_inputs(x, A, B_t, C_t, dt, initial_states, reset)
     _check_dispatch(ssd_dispatch, chunk_size, precision)
-    batch, time, heads, dim = x.shape
     if initial_states is None:
+        batch, _, heads, dim = x.shape
         initial_states = B_t.new_zeros(batch, heads, dim, B_t.shape[-1])
     # States stay in float32: autocast must not reach the products below.
     with torch.autocast(x.device.type, enabled=False):

@@ -62,18 +62,17 @@ class _PerChunkSSDTriton(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y_diag, grad_state):
-        wanted = ctx.needs_input_grad[:5]
-        leaves = [
-            z.detach().requires_grad_(needed)
-            for z, needed in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
+        # All five: C alone does not reach the state, and an output that depends on no
+        # leaf has no graph to seed.
+        leaves = [z.detach().requires_grad_() for z in ctx.saved_tensors]
         with torch.enable_grad():
             outputs = per_chunk_ssd_pytorch(*leaves)
         incoming = [
             torch.zeros_like(out) if grad is None else grad
             for out, grad in zip(outputs, (grad_y_diag, grad_state), strict=True)
         ]
-        used = [z for z in leaves if z.requires_grad]
+        wanted = ctx.needs_input_grad[:5]
+        used = [z for z, needed in zip(leaves, wanted, strict=True) if needed]
         found = iter(torch.autograd.grad(outputs, used, grad_outputs=incoming))
         return *(next(found) if needed else None for needed in wanted), None
 
@@ -100,84 +99,165 @@ except ImportError:
 if HAS_TRITON:
 
     @triton.jit
-    def _chunk_decay(A_re, A_im, BLOCK_C: tl.constexpr):
-        """L[l, s] = exp(sum of A over s+1..l) for s <= l, else 0; two (C, C) tiles."""
-        U = tl.cumsum(A_re, 0)
-        V = tl.cumsum(A_im, 0)
-        step = tl.arange(0, BLOCK_C)
-        causal = step[:, None] >= step[None, :]
+    def _decay(U, U_source, step, source):
+        """exp(U[l] - U[s]) for s <= l, else 0: a (C, S) tile, exactly 1 at l = s."""
+        causal = step[:, None] >= source[None, :]
         # Select before exp: above the diagonal the exponent is positive and overflows.
-        magnitude = tl.exp(tl.where(causal, U[:, None] - U[None, :], float("-inf")))
-        angle = V[:, None] - V[None, :]
-        return magnitude * tl.cos(angle), magnitude * tl.sin(angle)
+        return tl.exp(tl.where(causal, U[:, None] - U_source[None, :], float("-inf")))
+
+    @triton.jit
+    def _pick(z, step, source, WHOLE: tl.constexpr):
+        """z at the positions `source` of the chunk, bit for bit."""
+        if WHOLE:
+            return z
+        return tl.sum(tl.where(step[:, None] == source[None, :], z[:, None], 0.0), 0)
+
+    @triton.jit
+    def _turn(re, im, turn_re, turn_im):
+        """Each row of a complex tile times a complex number of its own."""
+        turn_re, turn_im = turn_re[:, None], turn_im[:, None]
+        return re * turn_re - im * turn_im, re * turn_im + im * turn_re
 
 
 # %% notebooks/05_triton_kernel.py#step-two-scores
 if HAS_TRITON:
 
     @triton.jit
-    def _complex_dot(a_re, a_im, b_re, b_im, PRECISION: tl.constexpr):
-        """a b for complex tiles given as halves: four real products, fp32 sums."""
-        re = tl.dot(a_re, b_re, input_precision=PRECISION)
+    def _load_complex(ptr, at):
+        """A complex64 tile as two float32 tiles: one number is one 64-bit word."""
+        word = tl.load(ptr + at)
+        re = word.to(tl.int32).to(tl.float32, bitcast=True)
+        im = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        return re, im
+
+    @triton.jit
+    def _store_complex(ptr, at, re, im):
+        """The way back: two float32 tiles become one tile of 64-bit words."""
+        low = re.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        high = im.to(tl.int32, bitcast=True).to(tl.int64) << 32
+        tl.store(ptr + at, low | high)
+
+    @triton.jit
+    def _complex_dot(a_re, a_im, b_re, b_im, re, im, PRECISION: tl.constexpr):
+        """(re, im) + a b for complex tiles: four real products, float32 sums."""
+        re = tl.dot(a_re, b_re, acc=re, input_precision=PRECISION)
         re = tl.dot(-a_im, b_im, acc=re, input_precision=PRECISION)
-        im = tl.dot(a_re, b_im, input_precision=PRECISION)
+        im = tl.dot(a_re, b_im, acc=im, input_precision=PRECISION)
         im = tl.dot(a_im, b_re, acc=im, input_precision=PRECISION)
         return re, im
 
 
-# %% notebooks/05_triton_kernel.py#steps-three-and-four-the-output-and-the-state
+# %% notebooks/05_triton_kernel.py#the-whole-kernel
 if HAS_TRITON:
 
     @triton.jit
-    def _ssd_per_chunk_fwd_kernel(
-        B_re_ptr, B_im_ptr, C_re_ptr, C_im_ptr, X_re_ptr, X_im_ptr,
-        A_re_ptr, A_im_ptr, D_re_ptr, D_im_ptr,
-        Y_re_ptr, Y_im_ptr, S_re_ptr, S_im_ptr,
-        n_chunks, n_heads,
+    def _chunk_output(
+        B_ptr, C_ptr, X_ptr, U, V, row_step,
         BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-        PRECISION: tl.constexpr,
+        BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """Y = ((C B^T) * L) X, from BLOCK_S positions and BLOCK_K states at a time.
+
+        The phase of L is a factor on either side: row s of B turns back by V[s], row l
+        of the result forward by V[l].
+        """
+        WHOLE: tl.constexpr = BLOCK_S == BLOCK_C
+        step = tl.arange(0, BLOCK_C)
+        k = tl.arange(0, BLOCK_K)
+        p = tl.arange(0, BLOCK_P)
+        turn_re, turn_im = tl.cos(V), tl.sin(V)
+        Y_re = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
+        Y_im = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
+        for s0 in range(0, BLOCK_C, BLOCK_S):
+            source = s0 + tl.arange(0, BLOCK_S)
+            back_re = _pick(turn_re, step, source, WHOLE)
+            back_im = -_pick(turn_im, step, source, WHOLE)
+            G_re = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
+            G_im = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
+            for n0 in range(0, BLOCK_N, BLOCK_K):
+                at_n = (n0 + k)[None, :]
+                C_re, C_im = _load_complex(
+                    C_ptr, (step * row_step)[:, None] * BLOCK_N + at_n
+                )
+                B_re, B_im = _load_complex(
+                    B_ptr, (source * row_step)[:, None] * BLOCK_N + at_n
+                )
+                B_re, B_im = _turn(B_re, B_im, back_re, back_im)
+                G_re, G_im = _complex_dot(
+                    C_re, C_im, tl.trans(B_re), tl.trans(B_im), G_re, G_im, PRECISION
+                )
+            L = _decay(U, _pick(U, step, source, WHOLE), step, source)
+            X_re, X_im = _load_complex(
+                X_ptr, (source * row_step)[:, None] * BLOCK_P + p[None, :]
+            )
+            Y_re, Y_im = _complex_dot(
+                L * G_re, L * G_im, X_re, X_im, Y_re, Y_im, PRECISION
+            )
+        return _turn(Y_re, Y_im, turn_re, turn_im)
+
+    @triton.jit
+    def _chunk_state(
+        B_ptr, X_ptr, D_re_ptr, D_im_ptr, row_step,
+        BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """S = X^T (decay_states * B), from BLOCK_S positions at a time."""
+        n = tl.arange(0, BLOCK_N)
+        p = tl.arange(0, BLOCK_P)
+        S_re = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+        S_im = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+        for s0 in range(0, BLOCK_C, BLOCK_S):
+            row = (s0 + tl.arange(0, BLOCK_S)) * row_step
+            X_re, X_im = _load_complex(X_ptr, row[:, None] * BLOCK_P + p[None, :])
+            B_re, B_im = _load_complex(B_ptr, row[:, None] * BLOCK_N + n[None, :])
+            K_re, K_im = _turn(
+                B_re, B_im, tl.load(D_re_ptr + row), tl.load(D_im_ptr + row)
+            )
+            S_re, S_im = _complex_dot(
+                tl.trans(X_re), tl.trans(X_im), K_re, K_im, S_re, S_im, PRECISION
+            )
+        return S_re, S_im
+
+    @triton.jit
+    def _ssd_per_chunk_fwd_kernel(
+        B_ptr, C_ptr, X_ptr, A_re_ptr, A_im_ptr, D_re_ptr, D_im_ptr, Y_ptr, S_ptr,
+        n_chunks, n_heads, row_step, row_head,
+        BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """One chunk of one head: Y = ((C B^T) * L) X and S = X^T (decay_states * B).
 
-        Grid (B, nc, H). Reads B, C (C, N), X (C, P), A_log and decay_states (C,), as
-        contiguous halves of (B, nc, C, H, .); writes Y (C, P) of (B, nc, C, H, P) and
-        S (P, N) of (B, nc, H, P, N).
+        Grid (B, nc, H). Reads rows of B, C (N) and X (P) as 64-bit words and the halves
+        of A_log and decay_states; writes rows of Y (P) and one tile S (P, N). Rows of a
+        chunk lie row_step apart; the first row of a head is row_head after the last's.
         """
         chunk = tl.program_id(0).to(tl.int64) * n_chunks + tl.program_id(1)
         head = tl.program_id(2)
+        first = chunk * BLOCK_C * n_heads + head * row_head
         step = tl.arange(0, BLOCK_C)
+        row = step * row_step
         n = tl.arange(0, BLOCK_N)
         p = tl.arange(0, BLOCK_P)
-        row = (chunk * BLOCK_C + step) * n_heads + head  # of every (B, nc, C, H) tensor
-        at_n = row[:, None] * BLOCK_N + n[None, :]
-        at_p = row[:, None] * BLOCK_P + p[None, :]
-        at_state = (chunk * n_heads + head) * BLOCK_P * BLOCK_N
-        at_state += p[:, None] * BLOCK_N + n[None, :]
+        B_ptr += first * BLOCK_N
+        C_ptr += first * BLOCK_N
+        X_ptr += first * BLOCK_P
+        Y_ptr += first * BLOCK_P
+        S_ptr += (chunk * n_heads + head) * BLOCK_P * BLOCK_N
 
-        B_re = tl.load(B_re_ptr + at_n)
-        B_im = tl.load(B_im_ptr + at_n)
-        C_re = tl.load(C_re_ptr + at_n)
-        C_im = tl.load(C_im_ptr + at_n)
-        X_re = tl.load(X_re_ptr + at_p)
-        X_im = tl.load(X_im_ptr + at_p)
-        D_re = tl.load(D_re_ptr + row)[:, None]
-        D_im = tl.load(D_im_ptr + row)[:, None]
+        # One after the other: together, their tiles do not fit into the registers.
+        S_re, S_im = _chunk_state(
+            B_ptr, X_ptr, D_re_ptr + first, D_im_ptr + first, row_step,
+            BLOCK_C, BLOCK_P, BLOCK_N, BLOCK_S, PRECISION,
+        )  # fmt: skip
+        _store_complex(S_ptr, p[:, None] * BLOCK_N + n[None, :], S_re, S_im)
 
-        L_re, L_im = _chunk_decay(
-            tl.load(A_re_ptr + row), tl.load(A_im_ptr + row), BLOCK_C
-        )
-        G_re, G_im = _complex_dot(C_re, C_im, tl.trans(B_re), tl.trans(B_im), PRECISION)
-        M_re = L_re * G_re - L_im * G_im
-        M_im = L_re * G_im + L_im * G_re
-        Y_re, Y_im = _complex_dot(M_re, M_im, X_re, X_im, PRECISION)
-        tl.store(Y_re_ptr + at_p, Y_re)
-        tl.store(Y_im_ptr + at_p, Y_im)
-
-        K_re = D_re * B_re - D_im * B_im
-        K_im = D_re * B_im + D_im * B_re
-        S_re, S_im = _complex_dot(tl.trans(X_re), tl.trans(X_im), K_re, K_im, PRECISION)
-        tl.store(S_re_ptr + at_state, S_re)
-        tl.store(S_im_ptr + at_state, S_im)
+        U = tl.cumsum(tl.load(A_re_ptr + first + row), 0)
+        V = tl.cumsum(tl.load(A_im_ptr + first + row), 0)
+        Y_re, Y_im = _chunk_output(
+            B_ptr, C_ptr, X_ptr, U, V, row_step,
+            BLOCK_C, BLOCK_P, BLOCK_N, BLOCK_S, BLOCK_K, PRECISION,
+        )  # fmt: skip
+        _store_complex(Y_ptr, row[:, None] * BLOCK_P + p[None, :], Y_re, Y_im)
 
 
 # %% notebooks/05_triton_kernel.py#what-the-kernel-accepts
@@ -245,8 +325,8 @@ def _check_chunks(named: dict[str, Tensor]) -> None:
     if Xc.ndim != 5 or Bc.ndim != 5:
         name = "Bc" if Bc.ndim != 5 else "Xc"
         raise ValueError(
-            f"per_chunk_ssd_triton: {name} has shape {tuple(named[name].shape)}; wanted "
-            f"(B, nc, C, H, {'N' if name == 'Bc' else 'P'})"
+            f"per_chunk_ssd_triton: {name} has shape {tuple(named[name].shape)}; "
+            f"wanted (B, nc, C, H, {'N' if name == 'Bc' else 'P'})"
         )
     rows, states = tuple(Xc.shape[:4]), Bc.shape[-1]
     wanted = {"Bc": (*rows, states), "Cc": (*rows, states), "Xc": tuple(Xc.shape)}
@@ -265,18 +345,29 @@ def _check_chunks(named: dict[str, Tensor]) -> None:
 
 
 # %% notebooks/05_triton_kernel.py#the-launch
-def _launch_option(name: str, default: int, allowed: tuple[int, ...]) -> int:
-    """A launch parameter from the environment variable `name`.
+def _launch_option(option: str, default: int, largest: int) -> int:
+    """num_warps or num_stages, unless TRITON_PER_CHUNK_NUM_WARPS or _STAGES says else.
 
-    Raises: ValueError naming the variable, for what is not one of `allowed`.
+    Raises: ValueError naming the variable, for what is not an allowed integer.
     """
-    text = os.environ.get(name, str(default))
-    if not text.strip().isdecimal() or int(text) not in allowed:
+    variable = f"TRITON_PER_CHUNK_{option.upper()}"
+    text = os.environ.get(variable, str(default)).strip()
+    value = int(text) if text.isdecimal() else 0
+    powers = option == "num_warps"
+    if not 1 <= value <= largest or (powers and value & (value - 1)):
         raise ValueError(
-            f"{name} is {text!r}; it must be one of the integers "
-            f"{', '.join(map(str, allowed))}"
+            f"{variable} is {text!r}; it must be "
+            f"{'a power of two' if powers else 'an integer'} from 1 to {largest}"
         )
-    return int(text)
+    return value
+
+
+# Best of a sweep on an H200 at C = P = N = 64: positions and states per step, warps.
+# Plain float32 products keep their operands in registers, so they go in small steps.
+_LAUNCH = {
+    "ieee": {"BLOCK_S": 16, "BLOCK_K": 32, "num_warps": 8},
+    "tf32": {"BLOCK_S": 64, "BLOCK_K": 64, "num_warps": 4},
+}
 
 
 def _per_chunk_ssd_triton_forward(
@@ -287,7 +378,10 @@ def _per_chunk_ssd_triton_forward(
     decay_states: Complex[Tensor, "B nc C H"],
     input_precision: str = "ieee",
 ) -> tuple[Complex[Tensor, "B nc C H P"], Complex[Tensor, "B nc H P N"]]:
-    """Allocate the outputs, split the inputs into halves, launch, recombine.
+    """Lay out the inputs, allocate the outputs, launch.
+
+    Two layouts need no copy: contiguous, and heads before steps in memory, which is
+    what `ssd_complex_chunkwise` hands over. The outputs have the layout of Bc.
 
     Raises:
         ImportError: triton is not installed.
@@ -300,24 +394,35 @@ def _per_chunk_ssd_triton_forward(
     _check_triton()
     batch, n_chunks, chunk, heads, P = Xc.shape
     N = Bc.shape[-1]
-    num_warps = _launch_option("TRITON_PER_CHUNK_NUM_WARPS", 4, (1, 2, 4, 8, 16, 32))
-    num_stages = _launch_option("TRITON_PER_CHUNK_NUM_STAGES", 1, tuple(range(1, 9)))
-    halves = [h for z in (Bc, Cc, Xc, A_log, decay_states) for h in _view_real_imag(z)]
-    Y = Xc.real.new_empty(2, *Xc.shape)
-    S = Xc.real.new_empty(2, batch, n_chunks, heads, P, N)
+    launch = dict(_LAUNCH[input_precision], num_stages=1)
+    launch["BLOCK_S"] = min(launch["BLOCK_S"], chunk)
+    launch["BLOCK_K"] = min(launch["BLOCK_K"], N)
+    for option, allowed in {"num_warps": 32, "num_stages": 8}.items():
+        launch[option] = _launch_option(option, launch[option], allowed)
+    heads_first = Bc.transpose(2, 3).is_contiguous()
+    row_step, row_head = (1, chunk) if heads_first else (heads, 1)
+    Bc, Cc, Xc, A_log, decay_states = (
+        z.transpose(2, 3).contiguous() if heads_first else z.contiguous()
+        for z in (Bc, Cc, Xc, A_log, decay_states)
+    )
+    Y = torch.empty_like(Xc)
+    S = Xc.new_empty(batch, n_chunks, heads, P, N)
+    # Triton has no complex pointers; a complex64 number is one 64-bit word.
+    words = [z.resolve_conj().view(torch.int64) for z in (Bc, Cc, Xc, Y, S)]
+    halves = *_view_real_imag(A_log), *_view_real_imag(decay_states)
     try:
         with torch.cuda.device_of(Xc):
             _ssd_per_chunk_fwd_kernel[(batch, n_chunks, heads)](
-                *halves, *Y, *S, n_chunks, heads,
+                *words[:3], *halves, *words[3:], n_chunks, heads, row_step, row_head,
                 BLOCK_C=chunk, BLOCK_P=P, BLOCK_N=N, PRECISION=input_precision,
-                num_warps=num_warps, num_stages=num_stages,
+                **launch,
             )  # fmt: skip
     except triton.OutOfResources as error:
         raise KernelUnavailable(
             f"per_chunk_ssd_triton: P={P}, N={N}, chunk_size={chunk} do not fit this "
             f"GPU ({error}). Use ssd_dispatch='pytorch' for this config."
         ) from error
-    return torch.complex(*Y), torch.complex(*S)
+    return Y.transpose(2, 3) if heads_first else Y, S
 
 
 # %% notebooks/05_triton_kernel.py#the-whole-function
@@ -349,8 +454,8 @@ def per_chunk_ssd_triton(
         ImportError: triton is not installed.
         TypeError: an input is not complex64.
         ValueError: shapes or devices that do not fit each other, an unknown precision
-            or launch option; KernelUnavailable, a ValueError, for a tile that the kernel
-            or this GPU cannot hold and for CPU tensors without the interpreter.
+            or launch option; KernelUnavailable, a ValueError, for a tile that the
+            kernel or this GPU cannot hold and for CPU tensors without the interpreter.
 
     Source: notebook 05, "The whole function".
     """
@@ -360,4 +465,9 @@ def per_chunk_ssd_triton(
     _check_precision("triton", input_precision)
     _check_block_dims(Xc.shape[-1], Bc.shape[-1], Xc.shape[2])
     _check_device(Xc.device)
-    return _PerChunkSSDTriton.apply(Bc, Cc, Xc, A_log, decay_states, input_precision)
+    return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision)
+
+
+# The compiler can trace neither 64-bit views of complex tensors nor a backward that
+# calls autograd: a compiled model runs this one call as it is.
+_apply = torch.compiler.disable(_PerChunkSSDTriton.apply)

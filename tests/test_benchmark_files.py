@@ -1,0 +1,295 @@
+"""Benchmark files are whole, and the page shows each of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mamba3lite import bench
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/benchmarks"
+FILES = sorted(FOLDER.glob("*.json"))
+PASSES = ("forward", "forward_backward")
+
+_spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools/site_hook.py")
+site = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(site)
+
+
+def numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
+    """Every number below a JSON value, with the way to it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from numbers(inner, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from numbers(inner, f"{path}[{index}]")
+    elif isinstance(value, int | float):
+        yield path, value
+
+
+def report_faults(report: dict) -> list[str]:
+    """What a benchmark file lacks, or says twice in different ways."""
+    faults = []
+    if report.get("format") != bench.FORMAT:
+        faults.append(f"format is {report.get('format')}, not {bench.FORMAT}")
+    try:
+        date.fromisoformat(str(report.get("date")))
+    except ValueError:
+        faults.append(f"date is {report.get('date')}, not an ISO date")
+    required = {"device": ["name"], "versions": ["python", "torch", "mamba3lite"]}
+    for section, keys in required.items():
+        faults += [
+            f"{section}.{key} is missing"
+            for key in keys
+            if not report.get(section, {}).get(key)
+        ]
+    command = str(report.get("command", ""))
+    if not command.startswith("python -m mamba3lite.bench"):
+        faults.append(f"command is {command!r}, which starts no benchmark")
+    faults += [f"command names a place of one machine: {w}" for w in command.split()
+               if w.startswith(("/", "~"))]  # fmt: skip
+    if not report.get("rows"):
+        return [*faults, "no rows"]
+    for section in ("ceilings", "rows", "ratios", "launches"):
+        faults += [
+            f"{path} is {value}, not a finite positive number"
+            for path, value in numbers(report.get(section), section)
+            if not (math.isfinite(value) and value > 0)
+        ]
+    return faults + time_faults(report) + ratio_faults(report)
+
+
+def time_faults(report: dict) -> list[str]:
+    """Percentiles out of order, and times that no device could have had."""
+    faults = []
+    for index, row in enumerate(report["rows"]):
+        for name in PASSES:
+            time, where = row[f"{name}_ms"], f"rows[{index}].{name}_ms"
+            if not time["low"] <= time["median"] <= time["high"]:
+                faults.append(f"{where}: the median is outside its percentiles")
+            if time["median"] < row[f"{name}_floor_ms"]:
+                faults.append(f"{where}: faster than its floor")
+    return faults
+
+
+def ratio_faults(report: dict) -> list[str]:
+    """Ratios that the rows do not give, and pairs of rows that have no ratio."""
+    medians = {
+        (row["part"], row["precision"], row["version"], name): row[f"{name}_ms"][
+            "median"
+        ]
+        for row in report["rows"]
+        for name in PASSES
+    }
+    wanted = {
+        (part, precision, version, name): time
+        / medians[part, precision, "triton", name]
+        for (part, precision, version, name), time in medians.items()
+        if version != "triton" and (part, precision, "triton", name) in medians
+    }
+    stated = {
+        (r["part"], r["precision"], r["against"], name): r[name]
+        for r in report.get("ratios", [])
+        for name in PASSES
+    }
+    faults = [f"ratio {key} is missing" for key in wanted.keys() - stated.keys()]
+    faults += [f"ratio {key} has no rows" for key in stated.keys() - wanted.keys()]
+    return faults + [
+        f"ratio {key} is {stated[key]}, the rows give {wanted[key]}"
+        for key in wanted.keys() & stated.keys()
+        if not math.isclose(stated[key], wanted[key], rel_tol=1e-9)
+    ]
+
+
+def placing_faults(page: str, names: list[str]) -> list[str]:
+    """Files that the page does not show, and places of files that are not there."""
+    shown = site.BENCHMARK.findall(page)
+    faults = [f"{name} has no place on the page" for name in names if name not in shown]
+    return faults + [f"{name} does not exist" for name in shown if name not in names]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_benchmark_file_is_whole(path):
+    assert report_faults(json.loads(path.read_text(encoding="utf-8"))) == []
+
+
+def test_the_page_shows_every_file():
+    page = (FOLDER / "index.md").read_text(encoding="utf-8")
+    assert placing_faults(page, [path.name for path in FILES]) == []
+
+
+def test_what_the_benchmark_writes_is_whole_and_makes_tables(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--json", "docs/benchmarks/x.json"])
+    shape = bench.Shape(B=1, T=32, H=2, D=4, N=4, chunk=16)
+    cpu = torch.device("cpu")
+    report = bench.run_bench(shape, shape, cpu, tune=False, say=lambda line: None)
+    report = json.loads(json.dumps(report))
+    assert report_faults(report) == []
+    assert {(row["part"], row["version"]) for row in report["rows"]} == {
+        (part, version)
+        for part in ("per_chunk", "scan")
+        for version in ("einsum", "pytorch")
+    }
+    page = site.benchmark_markdown(report, "x.json")
+    assert page.count("\n| `pytorch`,&nbsp;ieee |") == 2
+
+
+def time(median: float) -> dict:
+    return {"median": median, "low": 0.9 * median, "high": 1.2 * median, "runs": 50}
+
+
+def row(part: str, version: str, forward: float, both: float) -> dict:
+    return {
+        "part": part,
+        "version": version,
+        "precision": "tf32",
+        "forward_ms": time(forward),
+        "forward_backward_ms": time(both),
+        "forward_floor_ms": 0.05,
+        "forward_backward_floor_ms": 0.15,
+        "peak_mb": 812.4,
+        "errors": {"Y_diag": 3.1e-4, "dX": 7.3e-4},
+    }
+
+
+SIZES = {"B": 8, "T": 2048, "H": 16, "D": 64, "N": 64, "chunk": 64}
+REPORT = {
+    "format": 1,
+    "date": "2026-11-29",
+    "command": "python -m mamba3lite.bench --json docs/benchmarks/a.json",
+    "device": {"name": "A GPU", "threads": 8, "capability": [9, 0]},
+    "versions": {"python": "3.12", "torch": "2.11", "triton": None, "mamba3lite": "1"},
+    "ceilings": {"copy_tb_s": 4.284, "fp32_tflop_s": 51.6},
+    "shape": SIZES,
+    "error_shape": SIZES | {"B": 2},
+    "rows": [
+        row("per_chunk", "einsum", 1.0, 3.0),
+        row("per_chunk", "triton", 0.4, 2.4),
+    ],
+    "ratios": [
+        {
+            "part": "per_chunk",
+            "precision": "tf32",
+            "against": "einsum",
+            "forward": 1.0 / 0.4,
+            "forward_backward": 3.0 / 2.4,
+        }
+    ],
+    "launches": [
+        {"precision": p, "warps": w, "stages": 1, "forward_ms": time(ms)}
+        for p, w, ms in [("ieee", 4, 0.8), ("tf32", 4, 0.4), ("ieee", 8, 0.7),
+                         ("tf32", 8, 0.44)]
+    ],
+}  # fmt: skip
+
+
+def test_a_whole_report_has_no_faults():
+    assert report_faults(REPORT) == []
+
+
+def slower(report: dict) -> None:
+    report["rows"][0]["forward_ms"] = time(2.0)
+
+
+@pytest.mark.parametrize(
+    "damage, complaint",
+    [
+        (lambda r: r.pop("format"), "format is None"),
+        (lambda r: r.update(date="29.11.2026"), "not an ISO date"),
+        (lambda r: r["device"].clear(), "device.name is missing"),
+        (lambda r: r["versions"].pop("torch"), "versions.torch is missing"),
+        (lambda r: r.update(command="make fast"), "starts no benchmark"),
+        (lambda r: r.update(command=r["command"] + " /home/me"), "one machine: /home"),
+        (lambda r: r["rows"].clear(), "no rows"),
+        (lambda r: r["rows"][1]["errors"].update(dX=math.nan), "errors.dX is nan"),
+        (lambda r: r["rows"][1].update(peak_mb=0), "rows[1].peak_mb is 0"),
+        (lambda r: r["rows"][0]["forward_ms"].update(low=1.1), "outside its perc"),
+        (lambda r: r["rows"][1].update(forward_floor_ms=0.5), "faster than its floor"),
+        (slower, "the rows give 5.0"),
+        (lambda r: r["ratios"].clear(), "is missing"),
+        (lambda r: r["ratios"][0].update(against="pytorch"), "has no rows"),
+    ],
+)
+def test_a_damaged_report_is_named(damage: Callable[[dict], object], complaint: str):
+    report = copy.deepcopy(REPORT)
+    damage(report)
+    assert any(complaint in fault for fault in report_faults(report))
+
+
+def test_a_file_without_a_place_and_a_place_without_a_file_are_named():
+    page = (
+        "# Page\n\n<!-- benchmark a.json -->\n\n`<!-- benchmark c.json -->` in a line"
+    )
+    assert placing_faults(page, ["a.json"]) == []
+    assert placing_faults(page, ["b.json"]) == [
+        "b.json has no place on the page",
+        "a.json does not exist",
+    ]
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def cells(markdown: str, start: str) -> list[str]:
+    """The cells of the table line that begins with `start`."""
+    (line,) = (row for row in markdown.splitlines() if row.startswith(f"| {start}"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_tables_say_what_the_file_says():
+    page = site.benchmark_markdown(REPORT, "a.json")
+    assert "*Measured* on A GPU, 2026-11-29, with python 3.12, torch 2.11" in page
+    assert "triton None" not in page and "[a.json](a.json)" in page
+    assert f"```console\n{REPORT['command']}\n```" in page
+    assert "B = 8, T = 2048, H = 16, D = 64, N = 64, C = 64; errors at B = 2" in page
+    assert "copies 4.28 TB/s and multiplies 51.6 TFLOP/s in fp32" in page
+    assert cells(page, "`triton`,&nbsp;tf32")[1:] == [
+        "0.400<br><small>0.360 to 0.480; floor 0.0500</small>",
+        "2.40<br><small>2.16 to 2.88; floor 0.150</small>",
+        *("812", "7.3e-04<br><small>`dX`</small>"),
+    ]
+    assert cells(page, "`einsum`, tf32: the inside")[1:] == ["2.50", "1.25"]
+    assert cells(page, "4 warps, 1 stage") == ["4 warps, 1 stage", "0.800", "**0.400**"]
+    assert cells(page, "8 warps, 1 stage")[1:] == ["**0.700**", "0.440"]
+
+
+def test_a_report_of_a_cpu_has_tables_without_a_kernel():
+    report = copy.deepcopy(REPORT) | {"ratios": []}
+    del report["launches"], report["rows"][1], report["rows"][0]["peak_mb"]
+    page = site.benchmark_markdown(report, "a.json")
+    assert cells(page, "`einsum`,&nbsp;tf32")[-2] == "-"
+    assert "The kernel against" not in page and "by launch" not in page
+
+
+def test_a_marker_alone_on_its_line_becomes_the_tables(tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/a.json").write_text(json.dumps(REPORT))
+    config = SimpleNamespace(docs_dir=str(tmp_path))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="benchmarks/index.md"))
+    quoted = "`<!-- benchmark a.json -->` in a line"
+    text = f"# Page\n\n<!-- benchmark a.json -->\n\n{quoted}\n"
+    tables = site.benchmark_markdown(REPORT, "a.json")
+    shown = site.on_page_markdown(text, page=page, config=config)
+    assert shown == f"# Page\n\n{tables}\n\n{quoted}\n"
+    with pytest.raises(site.PluginError, match=r"benchmarks/index.md: .* gone.json"):
+        site.on_page_markdown("<!-- benchmark gone.json -->", page=page, config=config)
+
+
+def test_every_row_of_a_table_has_its_columns():
+    for block in site.benchmark_markdown(REPORT, "a.json").split("\n\n"):
+        if block.startswith("|"):
+            assert (
+                len({len(re.findall(r"\|", line)) for line in block.split("\n")}) == 1
+            )
