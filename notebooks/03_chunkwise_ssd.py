@@ -806,7 +806,6 @@ def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):
     from mamba3lite.models.ssd_triton import per_chunk_ssd_triton
 
     Xc, A_log = Xc.to(Bc.dtype), A_log.to(Bc.dtype)
-    precision = precision or _PRECISIONS_OF[ssd_dispatch][0]
     return per_chunk_ssd_triton(
         Bc, Cc, Xc, A_log, decay_states, input_precision=precision
     )
@@ -934,8 +933,9 @@ for T, slow, fast in zip(lengths, loop, chunked, strict=True):
 #
 # Each of them is a test in `tests/test_ssd.py` or `tests/test_ssd_traps.py`.
 #
-# The scan is done. Next: [07, a block and a language model](07_block_and_model.ipynb)
-# puts it between a projection and a mixer, and stacks that into a language model.
+# The scan is done. Next: [04, complex autograd](04_complex_autograd.ipynb) asks what a
+# gradient of a complex number is, and prepares the kernel of notebook 05. Whoever wants
+# the language model first goes on with [07](07_block_and_model.ipynb).
 
 # %% tags=["nbval-ignore-output"]
 print(f"this notebook ran in {time.perf_counter() - started:.0f} s")

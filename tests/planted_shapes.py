@@ -16,7 +16,7 @@ from jaxtyping import TypeCheckError
 
 from mamba3lite.models import mamba_block, ssd_complex, transformer
 
-MODULES = ("ssd_complex", "mimo", "mamba_block", "transformer")
+MODULES = ("ssd_complex", "ssd_triton", "mimo", "mamba_block", "transformer")
 SMALL = {"vocab_size": 37, "d_model": 16, "n_layers": 1, "n_heads": 2, "head_dim": 4}
 SMALL |= {"state_dim": 4, "chunk_size": 8, "ffn_dim": 24}
 
@@ -52,7 +52,7 @@ def test_a_real_tensor_for_a_complex_one_is_refused():
 def test_a_result_of_the_wrong_shape_is_refused(monkeypatch):
     """The scan forgets to cut the padding off."""
 
-    def uncut(x, B_t, C_t, log_decay, chunk, initial_states):
+    def uncut(x, B_t, C_t, log_decay, initial_states, *options):
         return torch.zeros(2, 24, 2, 4), initial_states
 
     monkeypatch.setattr(ssd_complex, "_scan_chunks", uncut)

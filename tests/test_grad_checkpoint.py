@@ -6,12 +6,14 @@ second run repeats the first.
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
 import torch
+from cases import relative_error
 
-from mamba3lite.models import mamba_block
+from mamba3lite.models import mamba_block, ssd_triton
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise
 from mamba3lite.models.transformer import Mamba3Transformer
 
@@ -55,7 +57,8 @@ def scans(monkeypatch) -> list[int]:
 
 
 def loss_and_gradients(model, packed: bool) -> tuple[torch.Tensor, dict]:
-    tokens, targets, doc_ids = batch()
+    device = next(model.parameters()).device
+    tokens, targets, doc_ids = (ids.to(device) for ids in batch())
     loss = model(tokens, targets=targets, doc_ids=doc_ids if packed else None)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -130,7 +133,36 @@ def test_under_autocast_the_second_run_is_cast_as_the_first():
 
 
 def test_a_fallback_warns_once_although_blocks_run_twice():
+    """Six states are no tile of the kernel."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loss_and_gradients(model(grad_checkpoint=True, ssd_dispatch="triton"), True)
     assert sum(issubclass(w.category, RuntimeWarning) for w in caught) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="requires triton")
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_the_triton_kernel_runs_again_too(packed, monkeypatch):
+    """Forward twice a block, with the gradients that PyTorch has."""
+    sizes = {"head_dim": 16, "state_dim": 16, "chunk_size": 16}
+    launched, launch = [], ssd_triton._per_chunk_ssd_triton_forward
+
+    def counted(*args):
+        launched.append(1)
+        return launch(*args)
+
+    monkeypatch.setattr(ssd_triton, "_per_chunk_ssd_triton_forward", counted)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loss, plain = loss_and_gradients(
+        model(ssd_dispatch="triton", **sizes).to(device), packed
+    )
+    assert len(launched) == 3
+    same_loss, again = loss_and_gradients(
+        model(ssd_dispatch="triton", grad_checkpoint=True, **sizes).to(device), packed
+    )
+    assert len(launched) == 9
+    _, expected = loss_and_gradients(model(**sizes).to(device), packed)
+    assert torch.equal(same_loss, loss)
+    for name, grad in plain.items():
+        assert relative_error(again[name], grad) < 1e-6, name
+        assert relative_error(grad, expected[name]) < 1e-4, name

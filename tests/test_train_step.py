@@ -1,6 +1,5 @@
 """The step: accumulation, bad steps, groups, schedule, the bound on decay, bits."""
 
-import copy
 import itertools
 import math
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from trainer_cases import (
-    MODEL,
     assert_same_bits,
     new_run,
     prepare_corpus,
@@ -16,7 +14,6 @@ from trainer_cases import (
     tiny_model,
 )
 
-from mamba3lite.models.transformer import Mamba3Transformer
 from mamba3lite.training.config import TrainingConfig
 from mamba3lite.training.data import PretrainDataset
 from mamba3lite.training.estimate import flops_per_token, parameters_by_module
@@ -29,7 +26,6 @@ from mamba3lite.training.optim import (
     project_decay_rates,
 )
 from mamba3lite.training.pretrain import (
-    _enforce_triton_env_var,
     count_parameters,
     evaluate,
     train_step,
@@ -336,36 +332,3 @@ def test_autocast_keeps_float32_parameters_and_comes_close():
     assert results[0].loss != results[1].loss
     assert results[1].loss == pytest.approx(results[0].loss, rel=2e-2)
     assert {p.dtype for p in half.parameters()} == {torch.float32, torch.complex64}
-
-
-# --------------------------------------------------------------------------------------
-# The guard of the kernels
-
-
-@pytest.mark.parametrize("value", [None, "", "0", "true", "11"])
-def test_only_the_exact_value_enables_kernels(monkeypatch, value):
-    monkeypatch.delenv("ENABLE_TRITON_KERNELS", raising=False)
-    if value is not None:
-        monkeypatch.setenv("ENABLE_TRITON_KERNELS", value)
-    lines, fields = [], copy.deepcopy(MODEL) | {"ssd_dispatch": "triton"}
-    _enforce_triton_env_var(fields, lines.append)
-    assert fields["ssd_dispatch"] == "pytorch"
-    assert lines == [
-        "[warn] ssd_dispatch='triton' requires ENABLE_TRITON_KERNELS=1; forcing "
-        "ssd_dispatch='pytorch' for this run."
-    ]
-
-
-def test_the_guard_lets_an_enabled_kernel_pass(monkeypatch):
-    monkeypatch.setenv("ENABLE_TRITON_KERNELS", "1")
-    lines, fields = [], {"ssd_dispatch": "fused"}
-    _enforce_triton_env_var(fields, lines.append)
-    assert fields == {"ssd_dispatch": "fused"} and lines == []
-
-
-def test_the_guard_never_touches_pytorch(monkeypatch):
-    monkeypatch.delenv("ENABLE_TRITON_KERNELS", raising=False)
-    lines, fields = [], dict(MODEL)
-    _enforce_triton_env_var(fields, lines.append)
-    assert fields == MODEL and lines == []
-    assert Mamba3Transformer(fields).cfg.ssd_dispatch == "pytorch"

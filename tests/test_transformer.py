@@ -710,7 +710,8 @@ def test_a_cast_that_drops_the_rotation_is_refused(dtype):
 
 
 @pytest.mark.parametrize("dispatch", ["triton", "fused"])
-def test_a_dispatch_that_is_not_there_warns_once_a_block_and_runs(dispatch):
+def test_a_dispatch_that_cannot_run_warns_once_a_block_and_runs(dispatch):
+    """No tile of the triton kernel has six states; "fused" is not there at all."""
     expected = random_model()
     model, tokens = random_model(ssd_dispatch=dispatch), random_tokens()
     with warnings.catch_warnings(record=True) as caught:

@@ -95,31 +95,7 @@ except ImportError:
     HAS_TRITON = False
 
 
-# %% notebooks/05_triton_kernel.py#step-one-decay
-if HAS_TRITON:
-
-    @triton.jit
-    def _decay(U, U_source, step, source):
-        """exp(U[l] - U[s]) for s <= l, else 0: a (C, S) tile, exactly 1 at l = s."""
-        causal = step[:, None] >= source[None, :]
-        # Select before exp: above the diagonal the exponent is positive and overflows.
-        return tl.exp(tl.where(causal, U[:, None] - U_source[None, :], float("-inf")))
-
-    @triton.jit
-    def _pick(z, step, source, WHOLE: tl.constexpr):
-        """z at the positions `source` of the chunk, bit for bit."""
-        if WHOLE:
-            return z
-        return tl.sum(tl.where(step[:, None] == source[None, :], z[:, None], 0.0), 0)
-
-    @triton.jit
-    def _turn(re, im, turn_re, turn_im):
-        """Each row of a complex tile times a complex number of its own."""
-        turn_re, turn_im = turn_re[:, None], turn_im[:, None]
-        return re * turn_re - im * turn_im, re * turn_im + im * turn_re
-
-
-# %% notebooks/05_triton_kernel.py#step-two-scores
+# %% notebooks/05_triton_kernel.py#a-complex-number-is-one-word
 if HAS_TRITON:
 
     @triton.jit
@@ -137,6 +113,27 @@ if HAS_TRITON:
         high = im.to(tl.int32, bitcast=True).to(tl.int64) << 32
         tl.store(ptr + at, low | high)
 
+
+# %% notebooks/05_triton_kernel.py#step-one-decay
+if HAS_TRITON:
+
+    @triton.jit
+    def _decay(U, U_source, step, source):
+        """exp(U[l] - U[s]) for s <= l, else 0: a (C, S) tile, exactly 1 at l = s."""
+        causal = step[:, None] >= source[None, :]
+        # Select before exp: above the diagonal the exponent is positive and overflows.
+        return tl.exp(tl.where(causal, U[:, None] - U_source[None, :], float("-inf")))
+
+    @triton.jit
+    def _turn(re, im, turn_re, turn_im):
+        """Each row of a complex tile times a complex number of its own."""
+        turn_re, turn_im = turn_re[:, None], turn_im[:, None]
+        return re * turn_re - im * turn_im, re * turn_im + im * turn_re
+
+
+# %% notebooks/05_triton_kernel.py#step-two-scores
+if HAS_TRITON:
+
     @triton.jit
     def _complex_dot(a_re, a_im, b_re, b_im, re, im, PRECISION: tl.constexpr):
         """(re, im) + a b for complex tiles: four real products, float32 sums."""
@@ -147,8 +144,15 @@ if HAS_TRITON:
         return re, im
 
 
-# %% notebooks/05_triton_kernel.py#the-whole-kernel
+# %% notebooks/05_triton_kernel.py#step-three-the-output
 if HAS_TRITON:
+
+    @triton.jit
+    def _pick(z, step, source, WHOLE: tl.constexpr):
+        """z at the positions `source` of the chunk, without rounding."""
+        if WHOLE:
+            return z
+        return tl.sum(tl.where(step[:, None] == source[None, :], z[:, None], 0.0), 0)
 
     @triton.jit
     def _chunk_output(
@@ -195,6 +199,10 @@ if HAS_TRITON:
             )
         return _turn(Y_re, Y_im, turn_re, turn_im)
 
+
+# %% notebooks/05_triton_kernel.py#step-four-the-state
+if HAS_TRITON:
+
     @triton.jit
     def _chunk_state(
         B_ptr, X_ptr, D_re_ptr, D_im_ptr, row_step,
@@ -217,6 +225,10 @@ if HAS_TRITON:
                 tl.trans(X_re), tl.trans(X_im), K_re, K_im, S_re, S_im, PRECISION
             )
         return S_re, S_im
+
+
+# %% notebooks/05_triton_kernel.py#the-whole-kernel
+if HAS_TRITON:
 
     @triton.jit
     def _ssd_per_chunk_fwd_kernel(
@@ -362,7 +374,8 @@ def _launch_option(option: str, default: int, largest: int) -> int:
     return value
 
 
-# Best of a sweep on an H200 at C = P = N = 64: positions and states per step, warps.
+# Positions and states per step, and warps; for C = P = N = 64 on an H200, where other
+# numbers of warps are slower (docs/benchmarks/h200-per-chunk.json).
 # Plain float32 products keep their operands in registers, so they go in small steps.
 _LAUNCH = {
     "ieee": {"BLOCK_S": 16, "BLOCK_K": 32, "num_warps": 8},
@@ -465,7 +478,7 @@ def per_chunk_ssd_triton(
     _check_precision("triton", input_precision)
     _check_block_dims(Xc.shape[-1], Bc.shape[-1], Xc.shape[2])
     _check_device(Xc.device)
-    return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision)
+    return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision or "ieee")
 
 
 # The compiler can trace neither 64-bit views of complex tensors nor a backward that
