@@ -56,14 +56,18 @@ def _unavailable(
     """
     if dispatch == "pytorch":
         return None
-    if dispatch == "fused":
-        return "this version of mamba3lite has no fused kernel"
-    from mamba3lite.models import ssd_triton  # only now: it imports triton
+    # Only now: they import triton.
+    from mamba3lite.models import ssd_fused, ssd_triton
 
+    name, check_dims = "per_chunk_ssd_triton", ssd_triton._check_block_dims
+    if dispatch == "fused":
+        name, check_dims = "ssd_fused", ssd_fused._check_fused_dims
+        if dtype.is_complex:
+            return f"ssd_fused takes a real x, and x is {dtype}"
     try:
-        ssd_triton._check_triton()
-        ssd_triton._check_block_dims(*shapes)
-        ssd_triton._check_device(device)
+        ssd_triton._check_triton(name)
+        check_dims(*shapes)
+        ssd_triton._check_device(device, name)
     except (ImportError, KernelUnavailable) as error:
         return str(error)
     return None
@@ -148,29 +152,46 @@ class Mamba3Block(nn.Module):
                 "keep parameters in float32 and use autocast for bfloat16"
             )
         dispatch = self._usable_dispatch(proj.device)
+        scan = partial(
+            self._scan,
+            proj,
+            initial_states=initial_states,
+            return_final_states=return_final_states,
+            reset=reset,
+        )
+        # A compiled graph holds one path: there, what a kernel raises propagates.
+        if dispatch == "pytorch" or torch.compiler.is_compiling():
+            return scan(dispatch)
+        try:
+            return scan(dispatch)
+        except (ImportError, KernelUnavailable) as error:
+            self._warn_fallback(str(error))
+            return scan("pytorch")
+
+    def _scan(self, proj, dispatch, **options):
+        """The scan of one dispatch; "fused" reads the projection as it lies."""
+        cfg = self.cfg
+        if dispatch == "fused":
+            from mamba3lite.models.ssd_fused import ssd_fused  # it imports triton
+
+            sizes = {"n_heads": cfg.n_heads, "head_dim": cfg.head_dim}
+            sizes |= {"state_dim": cfg.state_dim, "chunk_size": cfg.chunk_size}
+            return ssd_fused(
+                proj, self.A, **sizes, precision=cfg.ssd_precision, **options
+            )
         # torch.complex refuses bf16, and the state is kept in float32 in any case.
         x, B_re, B_im, C_re, C_im, dt = proj.float().split(self._columns, dim=-1)
-        heads = (self.cfg.n_heads, -1)
-        scan = partial(
-            ssd_complex_chunkwise,
+        heads = (cfg.n_heads, -1)
+        return ssd_complex_chunkwise(
             x.unflatten(-1, heads),
             self.A,
             torch.complex(B_re, B_im).unflatten(-1, heads),
             torch.complex(C_re, C_im).unflatten(-1, heads),
             dt,
-            self.cfg.chunk_size,
-            initial_states=initial_states,
-            return_final_states=return_final_states,
-            reset=reset,
+            cfg.chunk_size,
+            dispatch,
+            **options,
         )
-        # A compiled graph holds one path: there, what the kernel raises propagates.
-        if dispatch == "pytorch" or torch.compiler.is_compiling():
-            return scan(ssd_dispatch=dispatch)
-        try:
-            return scan(ssd_dispatch=dispatch)
-        except (ImportError, KernelUnavailable) as error:
-            self._warn_fallback(str(error))
-            return scan(ssd_dispatch="pytorch")
 
     def _usable_dispatch(self, device: torch.device) -> str:
         """The configured dispatch, or "pytorch" with one warning when it cannot run."""

@@ -396,11 +396,6 @@ def _check_dispatch(ssd_dispatch: str, chunk_size: int, precision: str | None) -
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
-    if ssd_dispatch == "fused":
-        raise ImportError(
-            f"ssd_dispatch={ssd_dispatch!r} needs a kernel that this version of "
-            "mamba3lite does not have; use ssd_dispatch='pytorch'"
-        )
     _check_precision(ssd_dispatch, precision)
 
 
@@ -440,10 +435,11 @@ def ssd_complex_chunkwise(
         B_t, C_t: write and read vectors of every step.
         dt: raw step parameter, real.
         chunk_size: steps per chunk; T need not be a multiple.
-        ssd_dispatch: "pytorch", or "triton" for the kernel of notebook 05, which takes
-            float32 and complex64 alone; "fused" is not there yet.
+        ssd_dispatch: "pytorch", "triton" for the kernel of notebook 05, or "fused" for
+            those of notebook 06. The kernels take float32 and complex64 alone, and
+            "fused" takes a real x.
         precision: None for the default of the dispatch, or "ieee"; "triton" also takes
-            "tf32".
+            "tf32", and "fused", whose default that is, "bf16".
         initial_states: the state before the first token; zero when None.
         return_final_states: also return the state after the last real token; fed back
             as initial_states it continues the sequence.
@@ -462,6 +458,11 @@ def ssd_complex_chunkwise(
     """
     _check_scan_inputs(x, A, B_t, C_t, dt, initial_states, reset)
     _check_dispatch(ssd_dispatch, chunk_size, precision)
+    if ssd_dispatch == "fused":
+        y, final_states = _scan_fused(
+            x, A, B_t, C_t, dt, chunk_size, precision, initial_states, reset
+        )
+        return (y, final_states) if return_final_states else y
     if initial_states is None:
         batch, _, heads, dim = x.shape
         initial_states = B_t.new_zeros(batch, heads, dim, B_t.shape[-1])
@@ -496,6 +497,30 @@ def _scan_chunks(
     Y_off = _real_product(read.transpose(2, 3), entering).transpose(2, 3)
     y = Y_diag.real + Y_off if Y_diag.is_complex() else Y_diag + Y_off
     return y.flatten(1, 2)[:, :time], final_states
+
+
+def _scan_fused(x, A, B_t, C_t, dt, chunk_size, precision, initial_states, reset):
+    """The scan of notebook 06, on columns laid out as it reads them."""
+    from mamba3lite.models.ssd_fused import ssd_fused  # only now: it imports triton
+
+    if x.is_complex():
+        raise KernelUnavailable(
+            f"x is {x.dtype}; ssd_dispatch='fused' takes a real x; use 'pytorch' or "
+            "'triton'"
+        )
+    columns = (x, B_t.real, B_t.imag, C_t.real, C_t.imag, dt.unsqueeze(-1))
+    return ssd_fused(
+        torch.cat([z.flatten(2) for z in columns], dim=-1),
+        A,
+        n_heads=x.shape[2],
+        head_dim=x.shape[3],
+        state_dim=B_t.shape[3],
+        chunk_size=chunk_size,
+        precision=precision or _PRECISIONS_OF["fused"][0],
+        initial_states=initial_states,
+        return_final_states=True,
+        reset=reset,
+    )
 
 
 def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):

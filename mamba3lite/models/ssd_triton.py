@@ -301,24 +301,24 @@ def _check_block_dims(P: int, N: int, chunk_size: int) -> None:
         )
 
 
-def _check_device(device: torch.device) -> None:
-    """Refuse tensors that no kernel can reach.
+def _check_device(device: torch.device, name: str = "per_chunk_ssd_triton") -> None:
+    """Refuse tensors that no kernel can reach; `name` is the function that asks.
 
     Raises: KernelUnavailable, a ValueError.
     """
     if device.type != "cuda" and not _interpreted():
         raise KernelUnavailable(
-            f"per_chunk_ssd_triton: tensors are on {device}; the kernel takes CUDA "
+            f"{name}: tensors are on {device}; the kernel takes CUDA "
             "tensors, or set TRITON_INTERPRET=1 before starting Python to run it on "
             "the CPU, slowly. Use ssd_dispatch='pytorch' for this device."
         )
 
 
-def _check_triton() -> None:
-    """Raises: ImportError when triton is not installed."""
+def _check_triton(name: str = "per_chunk_ssd_triton") -> None:
+    """Raises: ImportError, for the function `name`, when triton is not installed."""
     if not HAS_TRITON:
         raise ImportError(
-            "per_chunk_ssd_triton needs triton, which is not installed: "
+            f"{name} needs triton, which is not installed: "
             "pip install triton, or use ssd_dispatch='pytorch'"
         )
 
