@@ -1,7 +1,7 @@
 """Measure the scan on this machine: speed, error, memory, and the floor under them.
 
-    python -m mamba3lite.bench
-    python -m mamba3lite.bench --tune --json docs/benchmarks/NAME.json
+    mamba3lite bench
+    mamba3lite bench --tune --json docs/benchmarks/NAME.json
 
 Every number was measured in the run that prints it, or is derived on the spot from the
 shape and from the ceilings measured first: the copy rate and the matmul rates.
@@ -32,8 +32,9 @@ from rich.table import Table
 from torch import Tensor
 
 import mamba3lite
-from mamba3lite.models import ssd_triton
+from mamba3lite.models import ssd_fused, ssd_triton
 from mamba3lite.models.ssd_complex import (
+    KernelUnavailable,
     _exp,
     _log_decay,
     _to_chunks,
@@ -41,9 +42,12 @@ from mamba3lite.models.ssd_complex import (
     ssd_complex_chunkwise,
     ssd_naive_complex,
 )
+from mamba3lite.models.transformer import Mamba3Transformer
 
 FORMAT = 1
-PRECISIONS = ("ieee", "tf32")
+PRECISIONS = ("ieee", "tf32", "bf16")
+PARTS = ("per_chunk", "scan", "block_fp32", "block_bf16")
+KERNELS = ("triton", "fused")
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,77 @@ def einsum_scan(
     return (Y_diag + Y_off).real.flatten(1, 2)
 
 
-def triton_reason(shape: Shape, device: torch.device) -> str | None:
-    """Why the Triton kernel cannot be measured here, or None."""
+def block_scan(
+    proj: Tensor, A: Tensor, *, shape: Shape, ssd_dispatch: str, precision: str
+) -> Tensor:
+    """The scan as a block of the model calls it: from the projection to y.
+
+    The fused kernels read the projection as it lies. For the others it is cast to
+    float32, cut into streams and assembled into complex tensors; that time is theirs.
+    """
+    H, D, N = shape.H, shape.D, shape.N
+    if ssd_dispatch == "fused":
+        sizes = {"n_heads": H, "head_dim": D, "state_dim": N}
+        return ssd_fused.ssd_fused(
+            proj, A, **sizes, chunk_size=shape.chunk, precision=precision
+        )
+    columns = [H * D, *[H * N] * 4, H]
+    x, B_re, B_im, C_re, C_im, dt = proj.float().split(columns, dim=-1)
+    heads = (H, -1)
+    # PyTorch's own products follow the process-wide setting instead.
+    precision = precision if ssd_dispatch == "triton" else None
+    y = ssd_complex_chunkwise(
+        x.unflatten(-1, heads),
+        A,
+        torch.complex(B_re, B_im).unflatten(-1, heads),
+        torch.complex(C_re, C_im).unflatten(-1, heads),
+        dt,
+        shape.chunk,
+        ssd_dispatch,
+        precision=precision,
+    )
+    return y.to(proj.dtype)
+
+
+def rotated(
+    proj: Tensor, A: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The scan as one with a real decay: q, k (B, T, H, 2 N), v and log decays g.
+
+    The rotation is done here, over the whole sequence in float64 (notebook 06); a
+    kernel for real decays gives the same y from these four.
+    """
+    x, B_re, B_im, C_re, C_im, dt = cut_columns(proj, shape)
+    log_decay = _log_decay(dt.squeeze(-1).float(), A, None)
+    turn = torch.polar(torch.ones_like(log_decay.imag), log_decay.imag.cumsum(1))
+    k = torch.complex(B_re.double(), B_im.double()) * turn.conj().unsqueeze(-1)
+    q = torch.complex(C_re.double(), C_im.double()) * turn.unsqueeze(-1)
+    q, k = torch.cat([q.real, -q.imag], -1), torch.cat([k.real, k.imag], -1)
+    return q.to(proj.dtype), k.to(proj.dtype), x.contiguous(), log_decay.real.float()
+
+
+def peers_here() -> dict[str, Callable]:
+    """Scans of other projects that are installed, as functions of q, k, v and g."""
+    try:
+        from fla.ops.simple_gla import chunk_simple_gla
+    except ImportError:
+        return {}
+    return {"fla": lambda q, k, v, g: chunk_simple_gla(q, k, v, g, scale=1.0)[0]}
+
+
+def unavailable(kernel: str, shape: Shape, device: torch.device) -> str | None:
+    """Why a kernel ("triton", "fused") cannot be measured here, or None."""
     if not ssd_triton.HAS_TRITON:
         return "triton is not installed"
-    if device.type != "cuda":
-        return "no CUDA device; the interpreter says nothing about speed"
+    if device.type != "cuda" or ssd_triton._interpreted():
+        return "no compiled kernels here; the interpreter says nothing about speed"
+    checks = {
+        "triton": ssd_triton._check_block_dims,
+        "fused": ssd_fused._check_fused_dims,
+    }
     try:
-        ssd_triton._check_block_dims(shape.D, shape.N, shape.chunk)
-    except ValueError as error:
+        checks[kernel](shape.D, shape.N, shape.chunk)
+    except KernelUnavailable as error:
         return str(error)
     return None
 
@@ -137,6 +203,19 @@ def random_inputs(shape: Shape, device: torch.device, seed: int = 0) -> list[Ten
     rows = (shape.B, shape.T, shape.H)
     B_t, C_t = (make(*rows, shape.N, dtype=torch.complex64) for _ in range(2))
     return [make(*rows, shape.D), A, B_t, C_t, make(*rows)]
+
+
+def part_inputs(part: str, shape: Shape, device: torch.device) -> list[Tensor]:
+    """The arguments of the functions of a part."""
+    inputs = random_inputs(shape, device)
+    if part == "scan":
+        return inputs
+    if part == "per_chunk":
+        return chunk_inputs(inputs, shape.chunk)
+    x, A, B_t, C_t, dt = inputs
+    columns = (x, B_t.real, B_t.imag, C_t.real, C_t.imag, dt.unsqueeze(-1))
+    proj = torch.cat([z.flatten(2) for z in columns], dim=-1)
+    return [proj.bfloat16() if part == "block_bf16" else proj, A]
 
 
 def chunk_inputs(inputs: list[Tensor], chunk: int) -> list[Tensor]:
@@ -278,9 +357,12 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
     return float(distance / torch.linalg.vector_norm(wanted))
 
 
-def errors(got: tuple, wanted: tuple, names: tuple[str, ...]) -> dict[str, float]:
+def errors(part: str, got: tuple, wanted: tuple, shape: Shape) -> dict[str, float]:
     """Relative error by norm of every output and gradient."""
-    pairs = zip(names, [*got[0], *got[1]], [*wanted[0], *wanted[1]], strict=True)
+    names = ERROR_NAMES[part.split("_bf")[0].split("_fp")[0]]
+    pairs = zip(
+        names, parts_of(part, got, shape), parts_of(part, wanted, shape), strict=True
+    )
     return {name: relative_error(a, b) for name, a, b in pairs}
 
 
@@ -313,8 +395,8 @@ def cost(part: str, shape: Shape) -> dict[str, float]:
 
     Every input is read once and every output written once; the backward reads inputs
     and incoming gradients and writes one gradient per input. Products only, a backward
-    counted as twice its forward; float32, one complex product as four real ones, which
-    is also what a scan of a real x needs.
+    counted as twice its forward; a complex product of chunks is four real ones, and a
+    scan of a real x needs real products of vectors twice as long.
     """
     rows = shape.B * shape.T * shape.H
     chunks = rows // shape.chunk
@@ -324,8 +406,9 @@ def cost(part: str, shape: Shape) -> dict[str, float]:
         outputs = 8 * (rows * D + chunks * D * N)
         flops = chunks * 8 * (C * C * (N + D) + C * N * D)
     else:
-        inputs = 4 * rows * (4 * N + D + 1)
-        outputs = 4 * rows * D
+        size = 2 if part == "block_bf16" else 4
+        inputs = size * rows * (4 * N + D + 1)
+        outputs = size * rows * D
         flops = chunks * 2 * (C * C * (2 * N + D) + 2 * C * 2 * N * D)
     return {
         "forward_bytes": inputs + outputs,
@@ -346,83 +429,160 @@ def floor_ms(need: dict, ceiling: dict, name: str, precision: str) -> float:
 # The run
 
 
-def versions_of(part: str, shape: Shape, precision: str, kernel: bool) -> dict:
-    """Name to function: every version of this part that this machine can run."""
+def versions_of(
+    part: str, shape: Shape, precision: str, device: torch.device
+) -> dict[str, Callable]:
+    """Name to function: every version of this part that runs here in this precision."""
+    kernels = [k for k in KERNELS if not unavailable(k, shape, device)]
+    if precision == "bf16":
+        names = [] if part in ("per_chunk", "block_fp32") else ["fused"]
+    elif part == "block_bf16" and precision == "ieee":
+        names = []
+    else:
+        names = ["einsum", "pytorch", "triton", "fused"]
+    names = [n for n in names if n in ("einsum", "pytorch") or n in kernels]
     if part == "per_chunk":
-        found = {"einsum": einsum_per_chunk, "pytorch": per_chunk_ssd_pytorch}
-        if kernel:
-            found["triton"] = partial(
-                ssd_triton.per_chunk_ssd_triton, input_precision=precision
+        functions = {"einsum": einsum_per_chunk, "pytorch": per_chunk_ssd_pytorch}
+        functions["triton"] = partial(
+            ssd_triton.per_chunk_ssd_triton, input_precision=precision
+        )
+    elif part == "scan":
+        scan = partial(ssd_complex_chunkwise, chunk_size=shape.chunk)
+        functions = {"einsum": partial(einsum_scan, chunk=shape.chunk), "pytorch": scan}
+        for name in ("triton", "fused"):
+            functions[name] = partial(scan, ssd_dispatch=name, precision=precision)
+    else:
+        functions = {
+            name: partial(
+                block_scan, shape=shape, ssd_dispatch=name, precision=precision
             )
-        return found
-    found = {"einsum": partial(einsum_scan, chunk=shape.chunk)}
-    scan = partial(ssd_complex_chunkwise, chunk_size=shape.chunk)
-    found["pytorch"] = scan
-    if kernel:
-        found["triton"] = partial(scan, ssd_dispatch="triton", precision=precision)
-    return found
+            for name in ("pytorch", "triton", "fused")
+        }
+    return {name: functions[name] for name in names if name in functions}
 
 
 ERROR_NAMES = {
     "per_chunk": ("Y_diag", "state", "dB", "dC", "dX", "dA_log", "ddecay_states"),
     "scan": ("y", "dx", "dA", "dB", "dC", "ddt"),
+    "block": ("y", "dx", "dB", "dC", "ddt", "dA"),
 }
 
 
-def oracle(part: str, inputs: list[Tensor]) -> tuple:
+def oracle(part: str, inputs: list[Tensor], shape: Shape) -> tuple:
     """Outputs and gradients in double precision, by the plainest function there is."""
     double = list(map(in_double, inputs))
     if part == "per_chunk":
         return with_gradients(per_chunk_ssd_pytorch, double)()
-    return with_gradients(lambda *args: ssd_naive_complex(*args).real, double)()
+    if part == "scan":
+        return with_gradients(lambda *args: ssd_naive_complex(*args).real, double)()
+
+    def naive(proj: Tensor, A: Tensor) -> Tensor:
+        x, B_re, B_im, C_re, C_im, dt = cut_columns(proj, shape)
+        B_t, C_t = torch.complex(B_re, B_im), torch.complex(C_re, C_im)
+        return ssd_naive_complex(x, A, B_t, C_t, dt.squeeze(-1)).real
+
+    return with_gradients(naive, double)()
+
+
+def cut_columns(proj: Tensor, shape: Shape) -> list[Tensor]:
+    """x, Re B, Im B, Re C, Im C, dt of a projection, each (B, T, H, columns)."""
+    columns = [shape.H * n for n in (shape.D, *[shape.N] * 4, 1)]
+    return [z.unflatten(-1, (shape.H, -1)) for z in proj.split(columns, dim=-1)]
+
+
+def parts_of(part: str, result: tuple, shape: Shape) -> list[Tensor]:
+    """Outputs and gradients, the gradient of a projection cut into its streams."""
+    outputs, gradients = result
+    if not part.startswith("block"):
+        return [*outputs, *gradients]
+    x, B_re, B_im, C_re, C_im, dt = cut_columns(in_double(gradients[0]), shape)
+    B, C = torch.complex(B_re, B_im), torch.complex(C_re, C_im)
+    return [*outputs, x, B, C, dt, gradients[1]]
 
 
 def measure_rows(
     shape: Shape, checked: Shape, device: torch.device, ceiling: dict, say: Callable
 ) -> list[dict]:
-    """One row for every part, version and precision."""
+    """One row for every part, precision and version."""
     precisions = PRECISIONS if device.type == "cuda" else PRECISIONS[:1]
-    reason = triton_reason(shape, device)
-    if reason:
-        say(f"triton not measured: {reason}")
+    for kernel in KERNELS:
+        if reason := unavailable(kernel, shape, device):
+            say(f"{kernel} not measured: {reason}")
     rows = []
-    for part in ("per_chunk", "scan"):
-        inputs, small = random_inputs(shape, device), random_inputs(checked, device)
-        if part == "per_chunk":
-            inputs = chunk_inputs(inputs, shape.chunk)
-            small = chunk_inputs(small, shape.chunk)
-        wanted, need = oracle(part, small), cost(part, shape)
+    for part in PARTS:
+        inputs = part_inputs(part, shape, device)
+        small = part_inputs(part, checked, device)
+        wanted, need = oracle(part, small, checked), cost(part, shape)
         for precision in precisions:
-            versions = versions_of(part, shape, precision, kernel=reason is None)
-            for version, function in versions.items():
-                with products_in(precision):
-                    row = time_row(function, inputs, device)
-                    got = with_gradients(function, small)()
-                row |= {"part": part, "version": version, "precision": precision}
-                row["errors"] = errors(got, wanted, ERROR_NAMES[part])
-                for name in ("forward", "forward_backward"):
-                    row[f"{name}_floor_ms"] = floor_ms(need, ceiling, name, precision)
+            small_versions = versions_of(part, checked, precision, device)
+            for name, run in versions_of(part, shape, precision, device).items():
+                try:
+                    with products_in(precision):
+                        row = time_row(run, inputs, device)
+                        got = with_gradients(small_versions[name], small)()
+                except KernelUnavailable as error:
+                    say(f"{part} {name} {precision} not measured: {error}")
+                    continue
+                row |= {"part": part, "version": name, "precision": precision}
+                row["errors"] = errors(part, got, wanted, checked)
+                for pass_ in ("forward", "forward_backward"):
+                    row[f"{pass_}_floor_ms"] = floor_ms(need, ceiling, pass_, precision)
                 rows.append(row)
                 say(describe(row))
+    return rows
+
+
+def measure_peers(
+    shape: Shape, checked: Shape, device: torch.device, ceiling: dict, say: Callable
+) -> list[dict]:
+    """Rows of other projects' scans, bfloat16, on the same numbers.
+
+    Rotation and softplus were done before and are not in these times; they are in ours.
+    Their error is that of y alone.
+    """
+    rows, part = [], "block_bf16"
+    need = cost(part, shape)
+    proj, A = part_inputs(part, checked, device)
+    wanted = oracle(part, [proj, A], checked)[0][0]
+    for name, run in peers_here().items():
+        row = time_row(
+            run, list(rotated(*part_inputs(part, shape, device), shape)), device
+        )
+        with torch.no_grad():
+            y = run(*rotated(proj, A, checked))
+        row |= {"part": part, "version": name, "precision": "bf16"}
+        row["errors"] = {"y": relative_error(y, wanted)}
+        for pass_ in ("forward", "forward_backward"):
+            row[f"{pass_}_floor_ms"] = floor_ms(need, ceiling, pass_, "bf16")
+        rows.append(row)
+        say(describe(row))
     return rows
 
 
 def describe(row: dict) -> str:
     """One line of progress."""
     return (
-        f"{row['part']:>9} {row['version']:>7} {row['precision']}: "
+        f"{row['part']:>10} {row['version']:>7} {row['precision']}: "
         f"forward {row['forward_ms']['median']:.3f} ms, with backward "
         f"{row['forward_backward_ms']['median']:.3f} ms"
     )
 
 
+def kernel_of(part: str, rows: list[dict]) -> str | None:
+    """The kernel that a part is measured for: the fused one where it has a row."""
+    measured = {row["version"] for row in rows if row["part"] == part}
+    return next((k for k in reversed(KERNELS) if k in measured), None)
+
+
 def ratios_of(rows: list[dict]) -> list[dict]:
-    """How much faster the kernel is than each other version, in the same run."""
+    """How many times as fast a part's kernel is as each other version, in one run."""
     found = []
-    for row in (row for row in rows if row["version"] == "triton"):
+    for row in rows:
+        if row["version"] != kernel_of(row["part"], rows):
+            continue
         same = {"part": row["part"], "precision": row["precision"]}
         for other in rows:
-            if other["version"] != "triton" and same.items() <= other.items():
+            if other is not row and same.items() <= other.items():
                 times = {
                     name: other[f"{name}_ms"]["median"] / row[f"{name}_ms"]["median"]
                     for name in ("forward", "forward_backward")
@@ -443,11 +603,130 @@ def sweep_launches(shape: Shape, device: torch.device, say: Callable) -> list[di
             ssd_triton.per_chunk_ssd_triton, *inputs, input_precision=precision
         )
         row = {"precision": precision, "warps": warps, "stages": stages}
-        row["forward_ms"] = measure(captured(run), device)
+        try:
+            row["forward_ms"] = measure(captured(run), device)
+        except KernelUnavailable as error:
+            say(f"{row} does not fit: {error}")
+            continue
         rows.append(row)
         say(f"{row | {'forward_ms': row['forward_ms']['median']}}")
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return rows
+
+
+def candidates(kernel: str, precision: str, shape: Shape) -> Iterator[tuple]:
+    """Launches of a fused kernel worth trying: (BLOCK_D, BLOCK_N, warps, stages)."""
+    sides = (shape.D, shape.D // 2) if kernel == "states" else (0,)
+    blocks = [n for n in (16, 32, 64, 128) if n <= shape.N]
+    warps = (4, 8) if precision == "ieee" else (2, 4, 8)
+    return product([d for d in sides if d in (0, *blocks)], blocks, warps, (1, 2, 3))
+
+
+def time_launch(
+    kernel: str, precision: str, launch: tuple, run: Callable, device: torch.device
+) -> dict:
+    """One row of the sweep: the time, or why this launch cannot be."""
+    row = {"kernel": kernel, "precision": precision, "launch": list(launch)}
+    try:
+        return row | {"ms": measure(captured(run), device, 0.05)}
+    except KernelUnavailable as error:
+        return row | {"fault": str(error)}
+
+
+def sweep_fused(shape: Shape, device: torch.device, say: Callable) -> list[dict]:
+    """Time of the whole fused scan for every launch of each of its kernels.
+
+    A launch that this device cannot hold is listed with its fault and no time.
+    """
+    inputs = part_inputs("block_bf16", shape, device)
+    rows = []
+    for precision in ("bf16", "tf32"):
+        run = partial(
+            block_scan, shape=shape, ssd_dispatch="fused", precision=precision
+        )
+        for kernel, table in ssd_fused._LAUNCH.items():
+            backward = kernel == "backward"
+            timed = with_gradients(run, inputs) if backward else partial(run, *inputs)
+            shipped = table[precision]
+            try:
+                for launch in candidates(kernel, precision, shape):
+                    table[precision] = launch
+                    rows.append(time_launch(kernel, precision, launch, timed, device))
+                    say(str(rows[-1]))
+            finally:
+                table[precision] = shipped
+    return rows
+
+
+def check_model(config: str) -> None:
+    """Refuse a configuration that cannot be loaded, before anything is measured."""
+    from mamba3lite.training.config import ConfigError, load_config
+
+    try:
+        load_config(config, [])
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def measure_model(config: str, steps: int, device: torch.device, say: Callable) -> list:
+    """Training steps of a whole model on random tokens, by the trainer's own step.
+
+    Returns: one row for every dispatch that runs here, eager and compiled: ms a step,
+    tokens/s, MFU where the device's peak is known, peak memory, first and last loss.
+    """
+    from mamba3lite.training.config import load_config
+    from mamba3lite.training.estimate import flops_per_token, peak_flops
+    from mamba3lite.training.optim import build_optimizer
+    from mamba3lite.training.pretrain import peak_memory, train_step
+
+    settings = load_config(config, [])
+    fields, training = settings.model_fields_of_run(), settings.training
+    shape = Shape(
+        training.micro_batch_size, fields["max_seq_len"], fields["n_heads"],
+        fields["head_dim"], fields["state_dim"], fields["chunk_size"],
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(fields["vocab_size"], (shape.B, shape.T + 1), generator=g)
+    tokens = tokens.to(device)
+    batch = (tokens[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]))
+    on_gpu = device.type == "cuda"
+    rows = []
+    kernels = [k for k in KERNELS if not unavailable(k, shape, device)]
+    for dispatch, compiled in product(["pytorch", *kernels], (False, True)):
+        # Only the fused scan is one operator; the others are complex arithmetic, which
+        # the compiler cannot generate for a GPU.
+        if compiled and (dispatch != "fused" or not on_gpu):
+            continue
+        torch.manual_seed(0)
+        model = Mamba3Transformer(fields | {"ssd_dispatch": dispatch}).to(device)
+        optimizer = build_optimizer(model, training)
+        stepped = torch.compile(model, fullgraph=True) if compiled else model
+        step = partial(train_step, stepped, optimizer, [batch], bf16=on_gpu)
+        losses = [step().loss for _ in range(3)]
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            losses.append(step().loss)  # reading the loss waits for the device
+            times.append((time.perf_counter() - start) * 1e3)
+        ms = statistics.median(times)
+        rate = shape.B * shape.T / ms * 1e3
+        peak = peak_flops(device)
+        row = {
+            "dispatch": dispatch,
+            "compiled": compiled,
+            "step_ms": ms,
+            "tokens_per_s": rate,
+            "mfu": rate * flops_per_token(model) / peak if peak else None,
+            "peak_gb": peak_memory(device) / 1e9,
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+        }
+        rows.append(row)
+        say(f"{config}: {row}")
+        del model, optimizer, stepped, step
     return rows
 
 
@@ -493,17 +772,42 @@ def table_of(rows: list[dict]) -> Table:
     return table
 
 
+def command_line() -> str:
+    """What was typed to start this run."""
+    started_as_module = Path(sys.argv[0]).name == "bench.py"
+    start = (
+        ["python", "-m", "mamba3lite.bench"] if started_as_module else ["mamba3lite"]
+    )
+    return shlex.join([*start, *sys.argv[1:]])
+
+
 def run_bench(
-    shape: Shape, checked: Shape, device: torch.device, tune: bool, say: Callable
+    shape: Shape,
+    checked: Shape,
+    device: torch.device,
+    tune: bool,
+    peers: bool,
+    model: str | None,
+    say: Callable,
 ) -> dict[str, Any]:
     """Measure everything; returns what `--json` writes."""
     ceiling = ceilings(device)
     say(", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
     rows = measure_rows(shape, checked, device, ceiling, say)
+    if peers:
+        if device.type != "cuda" or not peers_here():
+            say("no peer measured: they need a CUDA device, and fla installed")
+        else:
+            rows += measure_peers(shape, checked, device, ceiling, say)
     report = {
         "format": FORMAT,
         "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(["python", "-m", "mamba3lite.bench", *sys.argv[1:]]),
+        "command": command_line(),
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("TRITON_PER_CHUNK_")
+        },
         "device": this_machine(device),
         "versions": versions(),
         "ceilings": ceiling,
@@ -512,11 +816,19 @@ def run_bench(
         "rows": rows,
         "ratios": ratios_of(rows),
     }
-    if tune and triton_reason(shape, device) is None:
+    if model:
+        report["model"] = measure_model(model, 20, device, say)
+    if tune and not unavailable("triton", shape, device):
         report["launches"] = sweep_launches(shape, device, say)
+    if tune and not unavailable("fused", shape, device):
+        report["fused_launches"] = sweep_fused(shape, device, say)
     return report
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     batch: Annotated[
         int | None, typer.Option(help="Sequences B; 8 on a GPU, 1 on a CPU.", min=1)
@@ -532,6 +844,13 @@ def main(
     tune: Annotated[
         bool, typer.Option("--tune", help="Also sweep the launch parameters.")
     ] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also measure fla, where it is installed.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Also train this configuration for 20 steps: pretrain_434m."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all numbers to this file.")
     ] = None,
@@ -549,25 +868,37 @@ def main(
         raise typer.BadParameter(f"{json_file} exists; name a new file for --json")
     if json_file and not json_file.parent.is_dir():
         raise typer.BadParameter(f"{json_file.parent} is not a folder")
+    if model:
+        check_model(model)
     shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)
     # The oracle is a loop over time in double precision: a smaller batch for it.
     few = (
         {"B": 2, "T": 2048, "H": 4} if on_gpu else {"B": 1, "T": 2 * chunk_size, "H": 2}
     )
     checked = replace(shape, **few)
-    report = run_bench(shape, checked, device, tune, Console(stderr=True).print)
-    if json_file:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = run_bench(
+        shape, checked, device, tune, peers, model, Console(stderr=True).print
+    )
     console = Console()
     console.width = max(console.width, 100)
     console.print(table_of(report["rows"]))
     for ratio in report["ratios"]:
+        kernel = kernel_of(ratio["part"], report["rows"])
         print(
-            f"{ratio['part']} {ratio['precision']}: triton against {ratio['against']} "
-            f"{ratio['forward']:.2f}x forward, {ratio['forward_backward']:.2f}x with "
-            "backward"
+            f"{ratio['part']} {ratio['precision']}: {kernel} is "
+            f"{ratio['forward']:.2f} times as fast as {ratio['against']} forward, "
+            f"{ratio['forward_backward']:.2f} times with backward"
         )
+    if json_file:
+        text = json.dumps(report, indent=1) + "\n"
+        try:
+            json_file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            typer.echo(
+                f"bench: {json_file}: {error.strerror}; nothing written", err=True
+            )
+            raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

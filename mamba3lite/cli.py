@@ -157,6 +157,25 @@ def generate(
         typer.echo(text.close())
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Measure the scan: every version, forward and backward, against its floor."""
+    from mamba3lite.bench import app as measurements
+
+    measurements(context.args, prog_name="mamba3lite bench")
+
+
+@app.command()
+def doctor() -> None:
+    """Check this installation: versions, device, kernels against the oracle."""
+    from mamba3lite.doctor import examine
+
+    raise typer.Exit(0 if examine(typer.echo) else 1)
+
+
 def bytes_of_argument(text: str) -> bytes:
     """What was typed, byte for byte: Python decodes it with surrogate escapes.
 

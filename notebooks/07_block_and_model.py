@@ -46,7 +46,7 @@ BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"  # Okabe and Ito's palette,
 GREEN, BLUE, RED = "#009E73", "#0072B2", "#D55E00"  # all kinds of eyes tell apart
 plt.rcParams.update(
     {
-        "figure.dpi": 70,
+        "figure.dpi": 64,
         "figure.constrained_layout.use": True,
         "figure.facecolor": "white",
         "axes.spines.top": False,
@@ -321,7 +321,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Complex, Float, Int, Shaped
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mamba3lite.models.mamba_block import Mamba3Block
 
@@ -1014,75 +1013,230 @@ assert kept_numbers > 10 * (again_numbers + 2 * 100 * 8), "its input, and little
 # more tensors of that size: the log-softmax, kept for the backward pass, and the
 # gradient of the logits.
 #
-# Nothing needs them all at once. The loss is a sum over tokens, so it can be summed
-# over slices of time, and a slice's logits can be computed again when its gradient is
-# due.
+# Nothing needs them all at once: the loss is a sum over tokens, so it can be summed
+# over chunks of them. Two ways to forget a chunk's logits are open. One computes them
+# again when their gradient is due, four matrix products in all. The other notices that
+# the gradient can be had at once. With logits $z = W h$ and target $t$,
+# $$\ell = \ln \sum_v e^{z_v} - z_t, \qquad
+# \frac{\partial \ell}{\partial z_v} = \operatorname{softmax}(z)_v - [v = t], \qquad
+# \frac{\partial \ell}{\partial h} = W^{\top} \frac{\partial \ell}{\partial z}, \qquad
+# \frac{\partial \ell}{\partial W} = \frac{\partial \ell}{\partial z}\, h^{\top} .$$
+# Nothing on the right waits for the backward pass. All that arrives there is one
+# number, the derivative of whatever is minimized by $\ell$, and it multiplies. So the
+# *forward* pass computes the gradients of $h$ and $W$ while a chunk's logits are there,
+# with three products, and keeps these gradients alone.
+#
+# For one chunk: `dlogits` overwrites the logits, which are no longer needed. At the
+# target it is $p - 1$, and the 1 has to go before $p$ is rounded to the dtype of the
+# products: in bfloat16 every $p$ above 0.998 is 1, and a token that is nearly right
+# would teach nothing.
+
 
 # %% tags=["export"]
-_LOGITS_AT_ONCE = 2**24  # elements; 64 MiB in float32
+_TOKENS_AT_ONCE = 2048  # whose logits exist; 412 MB in float32 for the default model
 
 
+def _chunk_log_p_and_dlogits(
+    h: Float[Tensor, "n d_model"],
+    head: Float[Tensor, "rows d_model"],
+    index: Int[Tensor, "n 1"],
+    vocab: int,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "n 1"], Float[Tensor, "n rows"]]:
+    """Log-probability of each target, in dtype; gradient of the loss in the logits.
+
+    Args: head: what h is multiplied by; rows from vocab on are padding.
+    """
+    logits = h @ head.T
+    logits[:, vocab:] = float("-inf")
+    log_p = logits.log_softmax(-1, dtype=dtype)
+    at_target = log_p.gather(1, index)
+    dlogits = torch.exp(log_p, out=logits)
+    return at_target, dlogits.scatter_(1, index, at_target.expm1().to(h.dtype))
+
+
+def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tensor:
+    """The output embedding in dtype; on a GPU with zeros up to 64 rows or a multiple.
+
+    There a row of logits then starts on a boundary that fast products need.
+    """
+    head = weight.to(dtype)
+    return F.pad(head, (0, 0, 0, -len(head) % 64)) if head.is_cuda else head
+
+
+# %% [markdown]
+# The vocabulary 50,257 is odd. A row of logits in bfloat16 is then $2 \cdot 50257$
+# bytes long, not a multiple of the 16 bytes that a GPU loads at a time, and the product
+# takes a slower kernel. The copy that is multiplied gets rows of zeros up to 50,304.
+# Their logits are set to $-\infty$, so their probability is exactly 0; parameter and
+# checkpoint know nothing of them.
+#
+# The loop over the chunks keeps the loss and the gradient of $W$ in float32, whatever
+# the products run in. A token whose target is $-100$ counts for nothing: its $h$ is
+# multiplied by 0 and so is the gradient in it.
+
+
+# %% tags=["export"]
+def _loss_and_gradients(
+    hidden, weight, targets, dtype, hidden_grad, weight_grad
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss and its gradients in hidden and weight; empty if not asked for."""
+    vocab, width = weight.shape
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    head = _padded_head(weight, dtype)
+    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
+    dweight = weight.new_zeros(weight.shape if weight_grad else 0, dtype=exact)
+    flat, targets = hidden.reshape(-1, width).to(dtype), targets.reshape(-1, 1)
+    losses = hidden.new_empty(targets.shape, dtype=exact)
+    for start in range(0, len(targets), _TOKENS_AT_ONCE):
+        chunk = slice(start, start + _TOKENS_AT_ONCE)
+        valid = targets[chunk] != -100
+        keep = valid.to(dtype)
+        h = flat[chunk] * keep
+        index = targets[chunk].where(valid, 0).long()
+        at_target, dlogits = _chunk_log_p_and_dlogits(h, head, index, vocab, exact)
+        losses[chunk] = at_target.neg().where(valid, 0)
+        if hidden_grad:
+            out = dhidden.view(-1, width)[chunk]
+            torch.mul(dlogits @ head, keep, out=out)
+        if weight_grad and dtype == exact:
+            dweight.addmm_(dlogits[:, :vocab].T, h)
+        elif weight_grad:
+            dweight += dlogits[:, :vocab].T @ h
+        del dlogits  # or it lives on beside the logits of the next chunk
+    return losses.sum(), dhidden, dweight.to(weight.dtype)
+
+
+# %% [markdown]
+# Autograd and the compiler should see none of this. An *operator* has a name, a schema
+# and three parts: a body, a fake one that knows shapes alone and is all that
+# `torch.compile` traces, and what to do in the backward pass, here a multiplication.
+#
+# One thing is given up. To autograd the saved gradients are constants, so a second
+# derivative through them would come out as zero. It is refused instead.
+
+
+# %% tags=["export"]
+_cross_entropy = torch.library.custom_op(
+    "mamba3lite::cross_entropy_sum",
+    _loss_and_gradients,
+    mutates_args=(),
+    schema=(
+        "(Tensor hidden, Tensor weight, Tensor targets, ScalarType dtype, "
+        "bool hidden_grad, bool weight_grad) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+
+
+@_cross_entropy.register_fake
+def _fake_cross_entropy(hidden, weight, targets, dtype, hidden_grad, weight_grad):
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    return (
+        hidden.new_empty((), dtype=exact),
+        hidden.new_empty(hidden.shape if hidden_grad else 0),
+        weight.new_empty(weight.shape if weight_grad else 0),
+    )
+
+
+def _save_gradients(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx, dloss, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the loss has no second derivative: its gradients are computed in the "
+            "forward pass; leave create_graph out, or call the model without targets "
+            "and use torch.nn.functional.cross_entropy"
+        )
+    if dloss is None:
+        return (None,) * 6
+    wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 4
+
+
+_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+# %% [markdown]
+# What the model calls decides two things that an operator cannot see for itself: in
+# which dtype the products run, and whether anyone will ask for the gradients. An
+# evaluation under `torch.no_grad` pays for the loss alone, one product of the three.
+
+
+# %% tags=["export"]
 def _cross_entropy_sum(
     hidden: Float[Tensor, "B T d_model"],
     weight: Float[Tensor, "V d_model"],
     targets: Int[Tensor, "B T"],
 ) -> Float[Tensor, ""]:
-    """Sum of the cross-entropy over valid targets; logits of a few steps at a time.
+    """Sum of the cross-entropy over valid targets; logits of a chunk at a time.
 
-    A chunk's logits are computed again in the backward pass instead of kept, so that
-    memory holds at most one chunk of them.
+    Products run in the autocast dtype. Their gradients are computed here, in the
+    forward pass, and kept instead of logits. The same bits every time.
 
     Args:
         hidden: output of the last norm.
         weight: output embedding.
         targets: token ids already shifted; -100 is ignored.
 
+    Returns: a scalar, float32, or float64 for hidden in float64.
+
+    Raises: RuntimeError for a second derivative, when the first is taken.
+
     Source: notebook 07, "The loss without the logits".
     """
+    device, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    learns = torch.is_grad_enabled()
+    wanted = [learns and z.requires_grad for z in (hidden, weight)]
+    return _cross_entropy(hidden, weight, targets, dtype, *wanted)[0]
 
-    def chunk_loss(hidden, targets):
-        logits = F.linear(hidden, weight).float()
-        return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten().long(), reduction="sum"
-        )
 
-    batch, time = targets.shape
-    steps = max(1, _LOGITS_AT_ONCE // (batch * weight.shape[0]))
-    if steps >= time:
-        return chunk_loss(hidden, targets)
-    chunks = zip(hidden.split(steps, 1), targets.split(steps, 1), strict=True)
-    return sum(checkpoint(chunk_loss, h, t, use_reentrant=False) for h, t in chunks)
-
+# %% [markdown]
+# Sizes, derived from shapes, for everything in float32. Kept until the backward pass:
+# one vector a token, and one matrix as large as $W$.
 
 # %%
 batch, time, vocab, d = 16, 2048, 50257, 1024
 logits = 4 * batch * time * vocab
-steps = _LOGITS_AT_ONCE // (batch * vocab)
-a_slice = 4 * batch * steps * vocab
-assert round(logits / 1e9, 1) == 6.6 and steps == 20
-assert logits > 100 * a_slice
-print(f"logits {logits / 1e9:.1f} GB, of one slice {a_slice / 1e6:.0f} MB")
-print(f"the hidden vectors they come from: {4 * batch * time * d / 1e6:.0f} MB")
+chunk = 4 * _TOKENS_AT_ONCE * vocab
+dhidden, dweight = 4 * batch * time * d, 4 * vocab * d
+at_once = {"logits": logits, "log-softmax": logits, "gradient of the logits": logits}
+chunked = {"logits": chunk, "log-softmax": chunk}  # the gradient overwrites the logits
+chunked |= {"gradients of h and W": dhidden + dweight}
+assert round(logits / 1e9, 1) == 6.6 and round(chunk / 1e6) == 412
+print(f"logits {logits / 1e9:.1f} GB, of one chunk {chunk / 1e6:.0f} MB")
+print(f"kept: {dhidden / 1e6:.0f} MB for h, {dweight / 1e6:.0f} MB for W")
+assert 16 < sum(at_once.values()) / sum(chunked.values()) < 18
+assert 2 * vocab % 16 and 2 * 50304 % 16 == 0 == 50304 % 64
 
 # %%
-fig, axis = plt.subplots(figsize=(7.2, 2.5))
-for row, size in enumerate((logits, a_slice)):
-    parts = ("logits", "log-softmax", "gradient of the logits")
-    for i, (part, color) in enumerate(zip(parts, (BLUE, ORANGE, GREEN), strict=True)):
-        label = part if row == 0 else None
-        axis.barh(row, size / 1e9, left=i * size / 1e9, color=color, label=label)
-    axis.text(3 * size / 1e9 + 0.2, row, f"{3 * size / 1e9:.1f} GB", va="center")
-axis.set(yticks=[0, 1], yticklabels=["all steps at once", "20 steps at a time"])
-axis.set(xlabel="tensors as large as the logits (GB, derived from shapes)")
-axis.set_title("The memory of the loss: 100 times less, slice by slice")
-axis.set(xlim=(0, 23), ylim=(1.5, -0.5))
-axis.legend(frameon=False, loc="lower right")
+fig, axis = plt.subplots(figsize=(7.2, 2.3))
+names = {**at_once, **chunked}
+colors = dict(zip(names, (BLUE, ORANGE, GREEN, RED), strict=True))
+for row, parts in enumerate((at_once, chunked)):
+    left = 0.0
+    for name, size in parts.items():
+        axis.barh(row, size / 1e9, left=left, color=colors[name])
+        left += size / 1e9
+    axis.text(left + 0.2, row, f"{left:.1f} GB", va="center")
+handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+axis.legend(handles, colors, frameon=False, loc="lower right", ncol=2)
+axis.set(yticks=[0, 1], yticklabels=["all at once", "2,048 tokens\nat a time"])
+axis.set(xlabel="memory of the loss (GB, derived from shapes)")
+axis.set(xlim=(0, 23), ylim=(1.8, -0.5))
+axis.set_title("Chunk by chunk: 17 times less, and its logits are not kept")
 plt.show()
 
 # %% [markdown]
-# Is that what happens? Every operation under a `TorchDispatchMode` can be seen, in the
-# backward pass too. For a small case, with room for 4,096 logits at a time instead of
-# $2^{24}$, look for the largest tensor that any operation returns.
+# Is that what happens? What autograd keeps can be counted as it is saved. Inside an
+# operator nobody can look, but its body is a function like any other: under a
+# `TorchDispatchMode` every operation in it is seen. For a small case, 32 tokens at a
+# time instead of 2,048, look for the largest tensor that any operation returns.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1109,13 +1263,11 @@ def plain_sum(hidden, weight, targets):
     )
 
 
-def measured(loss_sum, hidden, weight, targets):
-    """Loss, its two gradients, and the size of the largest tensor on the way."""
+def both_ways(loss_sum, hidden, weight, targets):
+    """The loss and its gradients in hidden and weight."""
     hidden, weight = (z.clone().requires_grad_() for z in (hidden, weight))
-    with Largest() as largest:
-        loss = loss_sum(hidden, weight, targets)
-        loss.backward()
-    return loss.detach(), hidden.grad, weight.grad, largest.numbers
+    loss = loss_sum(hidden, weight, targets)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
 
 # %%
@@ -1124,15 +1276,33 @@ B, T, V, d = 2, 64, 101, 8
 hidden, weight = torch.randn(B, T, d), torch.randn(V, d)
 targets = torch.randint(V, (B, T))
 targets[0, 40:] = -100  # padding
-_LOGITS_AT_ONCE = 4096  # the exported function reads this name
-*sliced, sliced_numbers = measured(_cross_entropy_sum, hidden, weight, targets)
-*plain, plain_numbers = measured(plain_sum, hidden, weight, targets)
-assert all(distance(a, b) < 1e-6 for a, b in zip(sliced, plain, strict=True))
-assert plain_numbers == B * T * V and sliced_numbers <= 4096
-print(f"largest tensor: {plain_numbers:,} numbers at once, {sliced_numbers:,} sliced")
+_TOKENS_AT_ONCE = 32  # the exported function reads this name
+chunked = both_ways(_cross_entropy_sum, hidden, weight, targets)
+plain = both_ways(plain_sum, hidden, weight, targets)
+assert all(distance(a, b) < 1e-6 for a, b in zip(chunked, plain, strict=True))
+with Largest() as at_once:
+    both_ways(plain_sum, hidden, weight, targets)
+with Largest() as by_chunks:
+    _loss_and_gradients(hidden, weight, targets, torch.float32, True, True)
+assert at_once.numbers == B * T * V and by_chunks.numbers == 32 * V
+print(f"largest tensor: {at_once.numbers:,} numbers, {by_chunks.numbers:,} in chunks")
+
+kept = []
+keep = torch.autograd.graph.saved_tensors_hooks(
+    lambda z: kept.append(z.numel()) or z, lambda z: z
+)
+leaves = [z.clone().requires_grad_() for z in (hidden, weight)]
+with keep:
+    loss = _cross_entropy_sum(*leaves, targets)
+assert kept == [B * T * d, V * d], "one vector a token, one matrix"
+try:
+    torch.autograd.grad(loss, leaves, create_graph=True)
+    raise AssertionError("a second derivative was promised")
+except RuntimeError as error:
+    print(error)
 
 # %% [markdown]
-# What breaks: two ways to average. Averaging the slices' *means* weighs a slice with
+# What breaks: two ways to average. Averaging the chunks' *means* weighs a chunk with
 # few valid targets like a full one. And the mean over no valid target is 0/0: a batch
 # that is all padding would put NaN into every weight. The exported function returns a
 # sum; the model divides it by the number of valid targets, or by 1 when there are none.
@@ -1147,9 +1317,9 @@ assert abs(sum(losses) / len(losses) - mean) > 0.01
 
 padding = torch.full((B, T), -100)
 assert F.cross_entropy(hidden.flatten(0, 1) @ weight.T, padding.flatten()).isnan()
-loss, *gradients, _ = measured(_cross_entropy_sum, hidden, weight, padding)
+loss, *gradients = both_ways(_cross_entropy_sum, hidden, weight, padding)
 assert loss == 0 and all(gradient.eq(0).all() for gradient in gradients)
-_LOGITS_AT_ONCE = 2**24
+_TOKENS_AT_ONCE = 2048
 
 # %% [markdown]
 # ## The whole model
@@ -1494,7 +1664,7 @@ assert packed.diagonal().min() > 1e-3
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.4))
-titles = "One document: the past, never the future", "Packed: each sees only itself"
+titles = "One document: only the past", "Packed: each sees only itself"
 for axis, seen, title in zip(axes, (as_one, packed), titles, strict=True):
     shown = seen.log10().masked_fill(seen < 1e-6, torch.nan)
     image = axis.imshow(shown, cmap="viridis", vmin=-1.2, vmax=0)

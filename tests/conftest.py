@@ -34,3 +34,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     ready = HAS_CUDA and importlib.util.find_spec("triton") is not None
     if item.get_closest_marker("gpu") and not ready:
         pytest.skip("requires triton + CUDA")
+
+
+@pytest.fixture
+def full_precision():
+    """Building a trainer lets PyTorch multiply in tf32 from then on."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)

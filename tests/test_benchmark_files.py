@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trainer_cases import write_config
 
 from mamba3lite import bench
 
@@ -28,7 +29,9 @@ _spec.loader.exec_module(site)
 
 
 def numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
-    """Every number below a JSON value, with the way to it."""
+    """Every number below a JSON value, with the way to it; true and false are none."""
+    if isinstance(value, bool):
+        return
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from numbers(inner, f"{path}.{key}")
@@ -56,19 +59,52 @@ def report_faults(report: dict) -> list[str]:
             if not report.get(section, {}).get(key)
         ]
     command = str(report.get("command", ""))
-    if not command.startswith("python -m mamba3lite.bench"):
+    if not re.match(r"(python -m mamba3lite\.bench|mamba3lite bench)( |$)", command):
         faults.append(f"command is {command!r}, which starts no benchmark")
     faults += [f"command names a place of one machine: {w}" for w in command.split()
                if w.startswith(("/", "~"))]  # fmt: skip
     if not report.get("rows"):
         return [*faults, "no rows"]
-    for section in ("ceilings", "rows", "ratios", "launches"):
+    for section in ("ceilings", "rows", "ratios", "launches", "model"):
         faults += [
             f"{path} is {value}, not a finite positive number"
             for path, value in numbers(report.get(section), section)
             if not (math.isfinite(value) and value > 0)
         ]
+    faults += fused_launch_faults(report.get("fused_launches", []))
+    faults += model_faults(report.get("model", []))
     return faults + time_faults(report) + ratio_faults(report)
+
+
+def fused_launch_faults(rows: list[dict]) -> list[str]:
+    """Launches with neither a time nor the reason why they have none."""
+    faults = []
+    for index, row in enumerate(rows):
+        where = f"fused_launches[{index}]"
+        if ("ms" in row) == bool(row.get("fault")):
+            faults.append(f"{where} has not one of ms and fault")
+        faults += [
+            f"{path} is {value}, not a finite positive number"
+            for path, value in numbers(row.get("ms"), f"{where}.ms")
+            if not (math.isfinite(value) and value > 0)
+        ]
+        if len(row["launch"]) != 4:
+            faults.append(f"{where}.launch is {row['launch']}, not four numbers")
+    return faults
+
+
+MODEL_NUMBERS = ("step_ms", "tokens_per_s", "peak_gb", "first_loss", "last_loss")
+
+
+def model_faults(rows: list[dict]) -> list[str]:
+    """Rows of a model that lack a number, or use more than all of the device."""
+    faults = []
+    for index, row in enumerate(rows):
+        missing = [name for name in MODEL_NUMBERS if row.get(name) is None]
+        faults += [f"model[{index}].{name} is missing" for name in missing]
+        if row.get("mfu") is not None and row["mfu"] >= 1:
+            faults.append(f"model[{index}].mfu is {row['mfu']}, all of the device")
+    return faults
 
 
 def time_faults(report: dict) -> list[str]:
@@ -93,11 +129,13 @@ def ratio_faults(report: dict) -> list[str]:
         for row in report["rows"]
         for name in PASSES
     }
+    kernels = {part: bench.kernel_of(part, report["rows"]) for part in bench.PARTS}
     wanted = {
         (part, precision, version, name): time
-        / medians[part, precision, "triton", name]
+        / medians[part, precision, kernels[part], name]
         for (part, precision, version, name), time in medians.items()
-        if version != "triton" and (part, precision, "triton", name) in medians
+        if version != kernels[part]
+        and (part, precision, kernels[part], name) in medians
     }
     stated = {
         (r["part"], r["precision"], r["against"], name): r[name]
@@ -130,31 +168,37 @@ def test_the_page_shows_every_file():
     assert placing_faults(page, [path.name for path in FILES]) == []
 
 
-def test_what_the_benchmark_writes_is_whole_and_makes_tables(monkeypatch):
+def test_what_the_benchmark_writes_is_whole_and_makes_tables(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["bench.py", "--json", "docs/benchmarks/x.json"])
     shape = bench.Shape(B=1, T=32, H=2, D=4, N=4, chunk=16)
-    cpu = torch.device("cpu")
-    report = bench.run_bench(shape, shape, cpu, tune=False, say=lambda line: None)
+    model = write_config(tmp_path / "c.yaml", tmp_path / "no-data", tmp_path)
+    report = bench.run_bench(
+        shape,
+        shape,
+        torch.device("cpu"),
+        tune=False,
+        peers=False,
+        model=str(model),
+        say=lambda line: None,
+    )
     report = json.loads(json.dumps(report))
     assert report_faults(report) == []
-    assert {(row["part"], row["version"]) for row in report["rows"]} == {
-        (part, version)
-        for part in ("per_chunk", "scan")
-        for version in ("einsum", "pytorch")
-    }
     page = site.benchmark_markdown(report, "x.json")
-    assert page.count("\n| `pytorch`,&nbsp;ieee |") == 2
+    assert page.count("\n| `pytorch`,&nbsp;ieee |") == 3
+    assert page.count("\n| `pytorch`,&nbsp;eager |") == 1
 
 
 def time(median: float) -> dict:
     return {"median": median, "low": 0.9 * median, "high": 1.2 * median, "runs": 50}
 
 
-def row(part: str, version: str, forward: float, both: float) -> dict:
+def row(
+    part: str, version: str, forward: float, both: float, precision: str = "tf32"
+) -> dict:
     return {
         "part": part,
         "version": version,
-        "precision": "tf32",
+        "precision": precision,
         "forward_ms": time(forward),
         "forward_backward_ms": time(both),
         "forward_floor_ms": 0.05,
@@ -162,6 +206,29 @@ def row(part: str, version: str, forward: float, both: float) -> dict:
         "peak_mb": 812.4,
         "errors": {"Y_diag": 3.1e-4, "dX": 7.3e-4},
     }
+
+
+def ratio(part: str, precision: str, against: str, once: float, both: float) -> dict:
+    named = {"part": part, "precision": precision, "against": against}
+    return named | {"forward": once, "forward_backward": both}
+
+
+def model_row(dispatch: str, compiled: bool, step_ms: float, mfu: float | None) -> dict:
+    return {
+        "dispatch": dispatch,
+        "compiled": compiled,
+        "step_ms": step_ms,
+        "tokens_per_s": 1e6 / step_ms,
+        "mfu": mfu,
+        "peak_gb": 3.25,
+        "first_loss": 10.825,
+        "last_loss": 7.5,
+    }
+
+
+def fused_launch(kernel: str, launch: list[int], ms: float) -> dict:
+    named = {"kernel": kernel, "precision": "bf16", "launch": launch}
+    return named | {"ms": time(ms)}
 
 
 SIZES = {"B": 8, "T": 2048, "H": 16, "D": 64, "N": 64, "chunk": 64}
@@ -177,26 +244,43 @@ REPORT = {
     "rows": [
         row("per_chunk", "einsum", 1.0, 3.0),
         row("per_chunk", "triton", 0.4, 2.4),
+        row("block_fp32", "triton", 0.9, 3.2),
+        row("block_fp32", "fused", 0.3, 0.8),
+        row("block_bf16", "fused", 0.2, 0.6, "bf16"),
+        row("block_bf16", "fla", 0.1, 0.9, "bf16"),
     ],
     "ratios": [
-        {
-            "part": "per_chunk",
-            "precision": "tf32",
-            "against": "einsum",
-            "forward": 1.0 / 0.4,
-            "forward_backward": 3.0 / 2.4,
-        }
+        ratio("per_chunk", "tf32", "einsum", 1.0 / 0.4, 3.0 / 2.4),
+        ratio("block_fp32", "tf32", "triton", 0.9 / 0.3, 3.2 / 0.8),
+        ratio("block_bf16", "bf16", "fla", 0.1 / 0.2, 0.9 / 0.6),
     ],
     "launches": [
         {"precision": p, "warps": w, "stages": 1, "forward_ms": time(ms)}
         for p, w, ms in [("ieee", 4, 0.8), ("tf32", 4, 0.4), ("ieee", 8, 0.7),
                          ("tf32", 8, 0.44)]
     ],
+    "model": [
+        model_row("pytorch", False, 8.0, None),
+        model_row("fused", True, 0.5, 0.417),
+    ],
+    "fused_launches": [
+        *(fused_launch("states", [32, n, 4, 1], ms)
+          for n, ms in [(16, 0.9), (32, 0.5), (64, 0.8), (128, 0.6)]),
+        fused_launch("backward", [0, 16, 8, 2], 1.5),
+        {"kernel": "backward", "precision": "bf16", "launch": [0, 64, 2, 3],
+         "fault": "out of resource: shared memory"},
+    ],
 }  # fmt: skip
 
 
 def test_a_whole_report_has_no_faults():
     assert report_faults(REPORT) == []
+
+
+@pytest.mark.parametrize("start", ["python -m mamba3lite.bench", "mamba3lite bench"])
+def test_either_start_is_a_command(start):
+    assert report_faults(REPORT | {"command": start}) == []
+    assert report_faults(REPORT | {"command": f"{start} --tune"}) == []
 
 
 def slower(report: dict) -> None:
@@ -211,6 +295,7 @@ def slower(report: dict) -> None:
         (lambda r: r["device"].clear(), "device.name is missing"),
         (lambda r: r["versions"].pop("torch"), "versions.torch is missing"),
         (lambda r: r.update(command="make fast"), "starts no benchmark"),
+        (lambda r: r.update(command="mamba3lite benchmark"), "starts no benchmark"),
         (lambda r: r.update(command=r["command"] + " /home/me"), "one machine: /home"),
         (lambda r: r["rows"].clear(), "no rows"),
         (lambda r: r["rows"][1]["errors"].update(dX=math.nan), "errors.dX is nan"),
@@ -219,7 +304,18 @@ def slower(report: dict) -> None:
         (lambda r: r["rows"][1].update(forward_floor_ms=0.5), "faster than its floor"),
         (slower, "the rows give 5.0"),
         (lambda r: r["ratios"].clear(), "is missing"),
+        (lambda r: r["ratios"].pop(1), "'triton', 'forward') is missing"),
         (lambda r: r["ratios"][0].update(against="pytorch"), "has no rows"),
+        (lambda r: r["ratios"][1].update(forward=0.9 / 0.4), "the rows give 3.0"),
+        (lambda r: r["model"][1].update(last_loss=math.nan), "last_loss is nan"),
+        (lambda r: r["model"][1].pop("tokens_per_s"), "[1].tokens_per_s is missing"),
+        (lambda r: r["model"][1].update(mfu=1.2), "mfu is 1.2, all of the device"),
+        (lambda r: r["model"][0].update(mfu=-0.1), "model[0].mfu is -0.1"),
+        (lambda r: r["fused_launches"][0].pop("ms"), "[0] has not one of ms and fault"),
+        (lambda r: r["fused_launches"][5].update(fault=""), "[5] has not one of"),
+        (lambda r: r["fused_launches"][4].update(fault="x"), "[4] has not one of"),
+        (lambda r: r["fused_launches"][4]["ms"].update(median=0), "median is 0, not"),
+        (lambda r: r["fused_launches"][4]["launch"].pop(), "not four numbers"),
     ],
 )
 def test_a_damaged_report_is_named(damage: Callable[[dict], object], complaint: str):
@@ -255,19 +351,57 @@ def test_tables_say_what_the_file_says():
     assert f"```console\n{REPORT['command']}\n```" in page
     assert "B = 8, T = 2048, H = 16, D = 64, N = 64, C = 64; errors at B = 2" in page
     assert "copies 4.28 TB/s and multiplies 51.6 TFLOP/s in fp32" in page
-    assert cells(page, "`triton`,&nbsp;tf32")[1:] == [
+    first_part = page.partition("**The scan of a block")[0]
+    assert cells(first_part, "`triton`,&nbsp;tf32")[1:] == [
         "0.400<br><small>0.360 to 0.480; floor 0.0500</small>",
         "2.40<br><small>2.16 to 2.88; floor 0.150</small>",
         *("812", "7.3e-04<br><small>`dX`</small>"),
     ]
-    assert cells(page, "`einsum`, tf32: the inside")[1:] == ["2.50", "1.25"]
+    inside, block = "the inside of the chunks", "the scan of a block, projection in"
+    for start, numbers in [
+        (f"`triton` as `einsum`, tf32: {inside}", ["2.50", "1.25"]),
+        (f"`fused` as `triton`, tf32: {block} float32", ["3.00", "4.00"]),
+        (f"`fused` as `fla`, bf16: {block} bfloat16", ["0.50", "1.50"]),
+    ]:
+        assert cells(page, start)[1:] == numbers
+    assert cells(page, "`fla`,&nbsp;bf16")[1].startswith("0.100<br>")
+    assert "**The whole scan**" not in page, "a part without rows has no table"
     assert cells(page, "4 warps, 1 stage") == ["4 warps, 1 stage", "0.800", "**0.400**"]
     assert cells(page, "8 warps, 1 stage")[1:] == ["**0.700**", "0.440"]
 
 
+def test_rows_of_a_model_and_of_a_sweep_have_tables():
+    page = site.benchmark_markdown(REPORT, "a.json")
+    losses = "10.82 to 7.50"
+    eager = ["8.00", "125,000", "-", "3.2", losses]
+    assert cells(page, "`pytorch`,&nbsp;eager")[1:] == eager
+    compiled = ["0.500", "2,000,000", "41.7%", "3.2", losses]
+    assert cells(page, "`fused`,&nbsp;compiled")[1:] == compiled
+    lines = [line for line in page.splitlines() if line.startswith("| `states`")]
+    assert [line.split("|")[2].strip() for line in lines] == [
+        "32 x 32",
+        "32 x 128",
+        "32 x 64",
+    ], "the three fastest of four, the fastest first"
+    assert cells(page, "`backward`,&nbsp;bf16")[1:] == ["16", "8", "2", "1.50"]
+    assert "of 6 launches that were tried; 1 of them did not fit" in page
+
+
+def test_an_older_file_without_the_newer_sections_still_has_its_tables():
+    report = copy.deepcopy(REPORT)
+    del report["model"], report["fused_launches"], report["rows"][2:]
+    del report["ratios"][1:]
+    assert report_faults(report) == []
+    page = site.benchmark_markdown(report, "a.json")
+    assert cells(page, "`triton` as `einsum`, tf32")[1:] == ["2.50", "1.25"]
+    assert cells(page, "4 warps, 1 stage")[2] == "**0.400**"
+    assert "of a block" not in page and "a whole model" not in page
+
+
 def test_a_report_of_a_cpu_has_tables_without_a_kernel():
     report = copy.deepcopy(REPORT) | {"ratios": []}
-    del report["launches"], report["rows"][1], report["rows"][0]["peak_mb"]
+    del report["launches"], report["fused_launches"]
+    del report["rows"][1:], report["rows"][0]["peak_mb"]
     page = site.benchmark_markdown(report, "a.json")
     assert cells(page, "`einsum`,&nbsp;tf32")[-2] == "-"
     assert "The kernel against" not in page and "by launch" not in page

@@ -26,6 +26,7 @@ import re
 import runpy
 import tomllib
 import warnings
+from collections import Counter
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -33,6 +34,7 @@ import yaml
 from markdown import Markdown
 from typer.main import get_command
 
+from mamba3lite import bench
 from mamba3lite.cli import app
 from mamba3lite.training.config import SECTIONS
 
@@ -421,12 +423,17 @@ def _marker_fault(words: list[str]) -> str | None:
     return f"no marker {marker}" if marker and marker not in known else None
 
 
+PASSED_ON = {"bench": bench.app}  # commands that hand their words to another
+
+
 def _cli_fault(words: list[str]) -> str | None:
     command = get_command(app)
     if words and not words[0].startswith("-"):
         if words[0] not in command.commands:
             return f"no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
+    if command.name in PASSED_ON:
+        command = get_command(PASSED_ON[command.name])
     options = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
     for word in words:
         if word.startswith("--") and word.partition("=")[0] not in options | {"--help"}:
@@ -445,6 +452,9 @@ def test_commands_options_and_targets_exist():
         ("Type `make gone`.", "no target gone"),
         ("```console\n$ mamba3lite trian\nno output\n```", "no command trian"),
         ("```console\n.venv/bin/mamba3lite train \\\n  --cnofig x\n```", "no option"),
+        ("`mamba3lite bench --tune --json FILE`", None),
+        ("`mamba3lite bench --gone`", "no option --gone"),
+        ("`mamba3lite doctor --gone`", "no option --gone"),
         ("```console\npython -m mamba3lite.gone\n```", "no module"),
         ("```console\npython -m mamba3lite.training.pretrain --gone\n```", "no option"),
         ("```console\npython -m mamba3lite.training.pretrain --set\n```", None),
@@ -469,21 +479,21 @@ def test_a_command_that_does_not_exist_is_named(tree, text, complaint):
 KERNELS_PAGE, KERNELS_HEADING = "guides/extending.md", "### The kernels there are"
 
 
-def jit_functions(root: Path) -> set[str]:
-    """Names of the functions that `triton.jit` decorates, anywhere in the package."""
-    return {
+def jit_functions(root: Path) -> Counter[str]:
+    """How many functions of each name `triton.jit` decorates in the package."""
+    return Counter(
         node.name
         for path in (root / "mamba3lite").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
         and any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
-    }
+    )
 
 
 def kernel_faults(pages: Pages, root: Path) -> list[str]:
     """Kernels that the list leaves out, and rows of kernels that do not exist."""
     after = pages[KERNELS_PAGE].partition(f"\n{KERNELS_HEADING}\n")[2]
-    listed = set(re.findall(r"^\| `(\w+)` \|", re.split(r"\n#+ ", after)[0], re.M))
+    listed = Counter(re.findall(r"^\| `(\w+)` \|", re.split(r"\n#+ ", after)[0], re.M))
     found = jit_functions(root)
     faults = [f"{name} is in no row" for name in sorted(found - listed)]
     return faults + [f"{name} is no kernel" for name in sorted(listed - found)]
@@ -498,10 +508,12 @@ def test_a_kernel_left_out_or_invented_is_named(tree):
         "if HAS_TRITON:\n    @triton.jit\n    def _first(): ...\n"
         "    @triton.jit(noinline=True)\n    def _second(): ...\n"
     )
+    (tree / "mamba3lite/others.py").write_text("@triton.jit\ndef _second(): ...\n")
     rows = "| kernel |\n|---|\n| `_second` | x |\n| `_third` | x |\n"
     page = f"\n{KERNELS_HEADING}\n{rows}\n## Next\n| `_first` | y |\n"
     assert kernel_faults({KERNELS_PAGE: page}, tree) == [
         "_first is in no row",
+        "_second is in no row",
         "_third is no kernel",
     ]
 

@@ -22,7 +22,7 @@ from mamba3lite.training.config import TrainingConfig
 from mamba3lite.training.optim import build_optimizer
 from mamba3lite.training.pretrain import train_step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision")]
 
 # The smallest tiles that compile; 40 tokens end inside a chunk.
 SIZES = {"head_dim": 16, "state_dim": 16, "chunk_size": 16}
@@ -30,15 +30,6 @@ TRAINING = TrainingConfig(total_steps=10, lr=1e-2)
 
 every_dispatch = pytest.mark.parametrize("dispatch", ["pytorch", "triton"])
 every_precision = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    """Whatever an earlier test allowed PyTorch to multiply in."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def gpu_model(dispatch: str, seed: int = 0) -> Mamba3Transformer:

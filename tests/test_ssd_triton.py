@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import subprocess
-import sys
 import warnings
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import kernel_cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +26,23 @@ from cases import (
     random_state,
     relative_error,
     whole_range_case,
+)
+from kernel_cases import (
+    COMPILED,
+    DEVICE,
+    SMALL,
+    TOO_LARGE,
+    assert_fell_back,
+    functional,
+    kernel_that,
+    needs_triton,
+    on_device,
+    raises,
+    rounded,
+    run_python,
+    small_model,
+    small_tokens,
+    wide_case,
 )
 from torch import Tensor
 from trainer_cases import new_run, prepare_corpus, raw_config
@@ -52,30 +67,14 @@ from mamba3lite.training.config import TrainingConfig, check_config
 from mamba3lite.training.optim import build_optimizer, learning_rate, set_learning_rate
 from mamba3lite.training.pretrain import _enforce_triton_env_var, train_step
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-COMPILED = DEVICE.type == "cuda"
+pytestmark = pytest.mark.usefixtures("full_precision")
+
 # Forward in float32 sums against complex128; gradients against the other dispatch.
 FORWARD_LIMIT = 2e-5
 GRADIENT_TOLERANCE = 1e-2 if COMPILED else 1e-4
 
-# On a GPU `pytest -m gpu` runs them all. Triton is made for Linux alone, so that its
-# absence there is a failure and not a skip.
-needs_triton = (
-    pytest.mark.gpu
-    if COMPILED
-    else pytest.mark.skipif(sys.platform != "linux", reason="requires triton")
-)
 triton_scan = partial(ssd_complex_chunkwise, chunk_size=16, ssd_dispatch="triton")
 pytorch_scan = partial(ssd_complex_chunkwise, chunk_size=16)
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    """Building a trainer lets PyTorch multiply in tf32 from then on."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 class Chunks(NamedTuple):
@@ -121,43 +120,6 @@ def random_chunks(
     ).map(lambda z: z.to(device))
 
 
-def wide_case(time: int, seed: int = 0, **changes) -> Case:
-    """The reference distribution at the smallest sizes that a GPU takes."""
-    return random_case(time, seed, **({"batch": 1, "dim": 16, "states": 16} | changes))
-
-
-def on_device(case: Case) -> Case:
-    return Case(*(z.to(DEVICE) for z in case))
-
-
-def functional(outputs: tuple) -> Tensor:
-    """One fixed random real functional of all that a function returns."""
-    g = torch.Generator().manual_seed(7)
-    total = 0
-    for z in outputs:
-        weight = complex_normal(*z.shape, generator=g)
-        weight = weight if z.is_complex() else weight.real
-        total = total + (z * weight.to(z)).real.sum()
-    return total
-
-
-def kernel_that(act):
-    """A stand-in for the JIT kernel: launching it calls `act` with the arguments."""
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return act
-
-    return Kernel()
-
-
-def raises(error: Exception):
-    def act(*args, **options):
-        raise error
-
-    return act
-
-
 # ---------------------------------------------------------------- the reference
 
 
@@ -191,18 +153,6 @@ class TestPerChunkSsdPytorchReference:
 
 
 # ---------------------------------------------------------------- without triton
-
-
-def run_python(code: str, **environment: str | None) -> str:
-    """What a fresh interpreter prints; None takes a variable out of its environment."""
-    changed = os.environ | {k: v for k, v in environment.items() if v is not None}
-    for name in (k for k, v in environment.items() if v is None):
-        changed.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=changed
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 CHUNKS_OF_ZEROS = """
@@ -408,10 +358,6 @@ TILES = [
 ]
 
 
-def rounded_to_bf16(z: Tensor) -> Tensor:
-    return torch.view_as_complex(torch.view_as_real(z).bfloat16().float())
-
-
 def assert_forward_matches_pytorch(chunks: Chunks, atol: float) -> None:
     for got, wanted in zip(
         per_chunk_ssd_triton(*chunks), per_chunk_ssd_pytorch(*chunks), strict=True
@@ -447,8 +393,8 @@ class TestPerChunkSsdKernel:
         for got, wanted in zip(per_chunk_ssd_triton(*chunks), exact, strict=True):
             assert relative_error(got, wanted) < FORWARD_LIMIT
 
-    def test_forward_on_inputs_rounded_to_bf16(self):
-        chunks = random_chunks(64, 64, 64, lead=(1, 3, 2)).map(rounded_to_bf16)
+    def test_forward_on_inputs_rounded(self):
+        chunks = random_chunks(64, 64, 64, lead=(1, 3, 2)).map(rounded)
         assert_forward_matches_pytorch(chunks, atol=1e-2)
 
     @pytest.mark.parametrize(("P", "N", "C"), [(64, 64, 64), (16, 128, 128)])
@@ -683,7 +629,7 @@ class TestTritonScan:
     def test_warm_up_run_stays_finite(self):
         """Fifty steps of a growing learning rate, from random weights and downhill."""
         large = {"chunk_size": 64, "head_dim": 64, "state_dim": 64}
-        model = small_model(**large if COMPILED else {"n_layers": 1})
+        model = small_model("triton", **large if COMPILED else {"n_layers": 1})
         time = 256 if COMPILED else 32
         g = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, SMALL["vocab_size"], (1, time + 1), generator=g)
@@ -858,66 +804,6 @@ class TestPerChunkSsdRefusals:
 
 # ---------------------------------------------------------------- dispatch
 
-SMALL = {
-    "vocab_size": 37,
-    "d_model": 16,
-    "n_layers": 2,
-    "n_heads": 2,
-    "head_dim": 16,
-    "state_dim": 16,
-    "chunk_size": 16,
-    "ffn_dim": 24,
-    "init_std": 0.3,
-    "a_init": "spectrum",
-    "ssd_dispatch": "triton",
-}
-
-try:
-    from triton import OutOfResources
-
-    TOO_LARGE = OutOfResources(300_000, 232_448, "shared memory")
-except ImportError:
-    TOO_LARGE = None  # only in tests that need triton
-
-
-def small_model(**changes) -> Mamba3Transformer:
-    torch.manual_seed(0)
-    return Mamba3Transformer(SMALL | changes).to(DEVICE)
-
-
-def small_tokens() -> Tensor:
-    g = torch.Generator().manual_seed(1)
-    return torch.randint(0, SMALL["vocab_size"], (2, 20), generator=g).to(DEVICE)
-
-
-def three_forwards(model: Mamba3Transformer) -> tuple[list[Tensor], list[str]]:
-    """Logits of three forward passes, and the RuntimeWarnings they gave."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        logits = [model(small_tokens()) for _ in range(3)]
-    return logits, [str(w.message) for w in caught if w.category is RuntimeWarning]
-
-
-def assert_fell_back(model: Mamba3Transformer, *reason: str) -> None:
-    """One warning per block over three forwards, and the PyTorch path in every bit."""
-    logits, messages = three_forwards(model)
-    assert len(messages) == SMALL["n_layers"]
-    for layer, message in enumerate(messages):
-        head = f"layer {layer}: ssd_dispatch='triton' unavailable ("
-        assert message.startswith(head)
-        assert message.endswith("); falling back to 'pytorch'")
-        for part in reason:
-            assert part in message
-    plain = small_model(
-        ssd_dispatch="pytorch",
-        state_dim=model.cfg.state_dim,
-        chunk_size=model.cfg.chunk_size,
-    )
-    for got in logits:
-        torch.testing.assert_close(got, plain(small_tokens()), atol=1e-5, rtol=0)
-        assert torch.equal(got, plain(small_tokens()))
-    assert all(layer._triton_fallback_warned for layer in model.layers)
-
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple]:
@@ -937,29 +823,30 @@ class TestPerChunkSsdDispatchWiring:
         assert ModelConfig().ssd_dispatch == "pytorch"
         default = inspect.signature(ssd_complex_chunkwise).parameters["ssd_dispatch"]
         assert default.default == "pytorch"
-        fields = {k: v for k, v in SMALL.items() if k != "ssd_dispatch"}
-        Mamba3Transformer(fields).to(DEVICE)(small_tokens())
+        Mamba3Transformer(SMALL).to(DEVICE)(small_tokens())
         assert launches == []
 
     def test_triton_fallback_warning_is_one_shot_per_instance(self, monkeypatch):
         monkeypatch.setattr(ssd_triton, "HAS_TRITON", False)
-        assert_fell_back(small_model(), "triton, which is not installed", "pip install")
+        assert_fell_back(
+            small_model("triton"), "triton, which is not installed", "pip install"
+        )
 
     @needs_triton
     def test_triton_path_output_matches_pytorch_path(self, launches):
-        model = small_model()
+        model = small_model("triton")
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             logits = model(small_tokens())
         assert len(launches) == SMALL["n_layers"]
         assert not any(layer._triton_fallback_warned for layer in model.layers)
-        expected = small_model(ssd_dispatch="pytorch")(small_tokens())
+        expected = small_model("pytorch")(small_tokens())
         tolerance = 1e-3 if COMPILED else 1e-5
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
 
     @needs_triton
     def test_gradients_of_the_model_match_the_pytorch_path(self, launches):
-        models = [small_model(), small_model(ssd_dispatch="pytorch")]
+        models = [small_model("triton"), small_model("pytorch")]
         for model in models:
             model(small_tokens(), targets=small_tokens().roll(-1, 1)).backward()
         assert len(launches) == SMALL["n_layers"]
@@ -977,14 +864,18 @@ class TestPerChunkSsdDispatchWiring:
         ids=str,
     )
     def test_sizes_are_refused_before_a_launch(self, sizes, words, launches):
-        assert_fell_back(small_model(**sizes), f"per_chunk_ssd_triton: {words}")
+        assert_fell_back(
+            small_model("triton", **sizes), f"per_chunk_ssd_triton: {words}"
+        )
         assert launches == []
 
     @needs_triton
     def test_a_device_is_refused_before_a_launch(self, launches, monkeypatch):
         monkeypatch.setattr(ssd_triton, "_interpreted", lambda: False)
-        monkeypatch.setattr(sys.modules[__name__], "DEVICE", torch.device("cpu"))
-        assert_fell_back(small_model(), "tensors are on cpu", "TRITON_INTERPRET=1")
+        monkeypatch.setattr(kernel_cases, "DEVICE", torch.device("cpu"))
+        assert_fell_back(
+            small_model("triton"), "tensors are on cpu", "TRITON_INTERPRET=1"
+        )
         assert launches == []
 
     @needs_triton
@@ -992,7 +883,7 @@ class TestPerChunkSsdDispatchWiring:
         monkeypatch.setattr(
             ssd_triton, "_ssd_per_chunk_fwd_kernel", kernel_that(raises(TOO_LARGE))
         )
-        assert_fell_back(small_model(), "P=16, N=16, chunk_size=16", "232448")
+        assert_fell_back(small_model("triton"), "P=16, N=16, chunk_size=16", "232448")
         assert len(launches) == 3 * SMALL["n_layers"]
 
     @needs_triton
@@ -1011,14 +902,14 @@ class TestPerChunkSsdDispatchWiring:
             ssd_triton, "_ssd_per_chunk_fwd_kernel", kernel_that(raises(error))
         )
         with pytest.raises(type(error)) as caught:
-            small_model()(small_tokens())
+            small_model("triton")(small_tokens())
         assert caught.value is error
 
     @needs_triton
     def test_a_bad_launch_option_is_no_reason_to_fall_back(self, monkeypatch):
         monkeypatch.setenv("TRITON_PER_CHUNK_NUM_WARPS", "lots")
         with pytest.raises(ValueError, match="TRITON_PER_CHUNK_NUM_WARPS"):
-            small_model()(small_tokens())
+            small_model("triton")(small_tokens())
 
     @needs_triton
     def test_the_scan_itself_never_falls_back(self, monkeypatch):
@@ -1045,7 +936,7 @@ class TestCompiled:
         torch._dynamo.reset()
 
     def test_loss_and_gradients_are_the_same(self, launches):
-        models = [small_model(), small_model()]
+        models = [small_model("triton"), small_model("triton")]
         compiled = torch.compile(models[0], backend="aot_eager")
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
@@ -1068,7 +959,7 @@ class TestCompiled:
         monkeypatch.setattr(
             ssd_triton, "_ssd_per_chunk_fwd_kernel", kernel_that(raises(error))
         )
-        model = small_model()
+        model = small_model("triton")
         compiled = torch.compile(model, backend="aot_eager")
         kind = KernelUnavailable if error is TOO_LARGE else type(error)
         with pytest.raises(kind, match=words):
@@ -1131,7 +1022,7 @@ class TestEnableTritonKernelsForceBack:
     @needs_triton
     def test_direct_calls_do_not_ask(self, launches, monkeypatch):
         monkeypatch.delenv("ENABLE_TRITON_KERNELS", raising=False)
-        small_model()(small_tokens())
+        small_model("triton")(small_tokens())
         assert len(launches) == SMALL["n_layers"]
 
 
@@ -1146,7 +1037,7 @@ class TestPerChunkSsdKernelGPU:
         assert_forward_matches_pytorch(random_chunks(lead=(1, 1, 1)), atol=1e-3)
 
     def test_forward_matches_pytorch_bf16(self):
-        chunks = random_chunks(64, 64, 64, lead=(2, 4, 4)).map(rounded_to_bf16)
+        chunks = random_chunks(64, 64, 64, lead=(2, 4, 4)).map(rounded)
         assert_forward_matches_pytorch(chunks, atol=1e-2)
 
     def test_forward_production_shape(self):

@@ -87,6 +87,8 @@ def _set_operators(root: ElementTree.Element) -> None:
                 element.set("mathvariant", "normal")  # LaTeX's capitals stand upright
             elif text != "∞" and unicodedata.category(text) in {"Sm", "Ps", "Pe"}:
                 element.tag = "mo"
+                if unicodedata.category(text) != "Sm":
+                    element.set("stretchy", "false")  # LaTeX's \langle keeps its size
         elif element.tag == "mo":
             _set_operator(element, text)
     for row in [*root.iter("mrow"), *root.iter("mtd")]:
@@ -106,7 +108,7 @@ def _set_operator(element: ElementTree.Element, text: str) -> None:
 def _set_signs(row: ElementTree.Element) -> None:
     """The minus of x = -1 is no difference."""
     for before, sign in pairwise(row):
-        opens = before.tag == "mo" and before.text not in {")", "]", "|", "⊤"}
+        opens = before.tag == "mo" and before.text not in {")", "]", "⟩", "|", "⊤"}
         if opens and sign.tag == "mo" and sign.text in {"−", "+", "±"}:
             sign.set("form", "prefix")
 
@@ -481,33 +483,46 @@ class InlineSections(griffe.Extension):
 # ---------------------------------------------------------------- benchmarks
 
 BENCHMARK = re.compile(r"^<!-- benchmark ([\w.-]+\.json) -->$", re.MULTILINE)
-PARTS = {"per_chunk": "The inside of the chunks", "scan": "The whole scan"}
+PARTS = {
+    "per_chunk": "The inside of the chunks",
+    "scan": "The whole scan",
+    "block_fp32": "The scan of a block, projection in float32",
+    "block_bf16": "The scan of a block, projection in bfloat16",
+}
 PASSES = ("forward", "forward_backward")
+BEST = 3  # launches of a fused kernel that are shown
 
 
 def benchmark_markdown(report: dict, name: str) -> str:
     """One benchmark file as Markdown: where it comes from, then its tables.
 
     Args:
-        report: what `python -m mamba3lite.bench --json` wrote.
+        report: what `mamba3lite bench --json` wrote; older files lack some sections.
         name: its file name, for the link; the file lies beside the page.
     """
     blocks = [_provenance(report, name)]
     heads = ["version", "forward, ms", "with backward, ms", "peak, MB", "largest error"]
     for part, title in PARTS.items():
         rows = [_row_cells(row) for row in report["rows"] if row["part"] == part]
-        blocks += [f"**{title}**", _table(heads, rows)]
+        if rows:
+            blocks += [f"**{title}**", _table(heads, rows)]
     if report["ratios"]:
-        heads = ["times faster than", "forward", "with backward"]
+        heads = ["times as fast", "forward", "with backward"]
         rows = [
-            [f"`{r['against']}`, {r['precision']}: {PARTS[r['part']].lower()}"]
-            + [f"{r[name]:.2f}" for name in PASSES]
-            for r in report["ratios"]
+            [_ratio_name(ratio, report["rows"])]
+            + [f"{ratio[name]:.2f}" for name in PASSES]
+            for ratio in report["ratios"]
         ]
         blocks += ["**The kernel against the others**", _table(heads, rows)]
+    if report.get("model"):
+        title = "**Training steps of a whole model**"
+        blocks += [title, _model_table(report["model"])]
     if report.get("launches"):
-        title = "**Forward of the kernel alone, by launch**"
+        title = "**Forward of the per-chunk kernel alone, by launch**"
         blocks += [title, _launch_table(report["launches"])]
+    if report.get("fused_launches"):
+        title = "**The fused scan, by launch of one of its kernels**"
+        blocks += [title, _fused_launches(report["fused_launches"])]
     return "\n\n".join(blocks)
 
 
@@ -546,6 +561,60 @@ def _row_cells(row: dict) -> list[str]:
 
 def _two_lines(above: str, below: str) -> str:
     return f"{above}<br><small>{below}</small>"
+
+
+def _ratio_name(ratio: dict, rows: list[dict]) -> str:
+    """`fused` as `pytorch`, tf32: the whole scan."""
+    versions = {row["version"] for row in rows if row["part"] == ratio["part"]}
+    kernel = "fused" if "fused" in versions else "triton"
+    part = PARTS[ratio["part"]]
+    part = part[0].lower() + part[1:]
+    return f"`{kernel}` as `{ratio['against']}`, {ratio['precision']}: {part}"
+
+
+def _model_table(rows: list[dict]) -> str:
+    """One line a dispatch, eager or compiled."""
+    heads = ["dispatch", "ms a step", "tokens/s", "MFU", "peak, GB", "loss"]
+    lines = []
+    for row in rows:
+        how = "compiled" if row["compiled"] else "eager"
+        lines.append(
+            [
+                f"`{row['dispatch']}`,&nbsp;{how}",
+                _short(row["step_ms"]),
+                f"{row['tokens_per_s']:,.0f}",
+                "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+                f"{row['peak_gb']:.1f}",
+                f"{row['first_loss']:.2f} to {row['last_loss']:.2f}",
+            ]
+        )
+    return _table(heads, lines)
+
+
+def _fused_launches(rows: list[dict]) -> str:
+    """The fastest launches of each kernel and precision, and how many did not fit."""
+    kernels = dict.fromkeys((row["kernel"], row["precision"]) for row in rows)
+    lines = []
+    for kernel, precision in kernels:
+        ran = [
+            row
+            for row in rows
+            if (row["kernel"], row["precision"]) == (kernel, precision) and "ms" in row
+        ]
+        ran.sort(key=lambda row: row["ms"]["median"])
+        for row in ran[:BEST]:
+            channels, states, warps, stages = row["launch"]
+            tile = f"{channels} x {states}" if channels else f"{states}"
+            cells = [tile, f"{warps}", f"{stages}", _short(row["ms"]["median"])]
+            lines.append([f"`{kernel}`,&nbsp;{precision}", *cells])
+    table = _table(["kernel", "tile", "warps", "stages", "ms"], lines)
+    unfit = sum("fault" in row for row in rows)
+    return (
+        f"{table}\n\nThe {BEST} fastest of each, of {len(rows)} launches that were "
+        f"tried; {unfit} of them did not fit this device. A tile is channels x states, "
+        "or states of all channels. The time is that of the whole scan: forward, and "
+        "for `backward` forward and backward."
+    )
 
 
 def _launch_table(launches: list[dict]) -> str:

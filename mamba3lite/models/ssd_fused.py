@@ -2,7 +2,7 @@
 #   notebooks/06_rotary_fusion.py
 """Rotation, fused
 
-The whole scan on a GPU in three launches forward and three backward.
+The whole scan on a GPU in a few launches, forward and backward.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ if HAS_TRITON:
         if PRECISION == "ieee":
             return z.to(tl.float32)
         elif PRECISION == "tf32":
-            bits = z.to(tl.float32).to(tl.int32, bitcast=True)
-            return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+            z = z.to(tl.float32)
+            bits = z.to(tl.int32, bitcast=True)
+            near = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+            # The sum would carry a NaN of all ones, which a GPU makes, into a zero.
+            return tl.where(z == z, near, z)
         elif EMULATE:
-            bits = z.to(tl.float32).to(tl.int32, bitcast=True)
+            z = z.to(tl.float32)
+            bits = z.to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-            return bits.to(tl.float32, bitcast=True)
+            return tl.where(z == z, bits.to(tl.float32, bitcast=True), z)
         else:
             return z.to(tl.bfloat16)
 
@@ -95,6 +99,10 @@ if HAS_TRITON:
         v = (v - turns * 6.28125) - turns * 0.0019353071795864769
         return dt, delta, u, v, document
 
+
+# %% notebooks/06_rotary_fusion.py#decay-with-documents
+if HAS_TRITON:
+
     @triton.jit
     def _decay(U, document, BLOCK_C: tl.constexpr):
         """exp(U[l] - U[s]) for s <= l in one document, else 0."""
@@ -134,7 +142,7 @@ if HAS_TRITON:
         tl.store(ptr + width + at, back_im.to(kind), mask=here[:, None])
 
 
-# %% notebooks/06_rotary_fusion.py#states-between-chunks
+# %% notebooks/06_rotary_fusion.py#what-a-chunk-adds
 if HAS_TRITON:
 
     @triton.jit
@@ -183,6 +191,10 @@ if HAS_TRITON:
         S_re, S_im = _dot(K_re, x, S_re, PRECISION), _dot(K_im, x, S_im, PRECISION)
         return S_re, S_im, keep_re, keep_im
 
+
+# %% notebooks/06_rotary_fusion.py#states-between-chunks
+if HAS_TRITON:
+
     @triton.jit
     def _states_kernel(
         proj_ptr, A_ptr, reset_ptr, dy_ptr, edge_ptr, states_ptr, keep_ptr, out_ptr,
@@ -195,9 +207,10 @@ if HAS_TRITON:
         """States of one (batch, head), a (BLOCK_N, BLOCK_D) tile of them a program.
 
         WALK: one program takes all chunks in turn, from `edge` on; it stores the state
-        that enters each, and the last one in `out`. Otherwise a program takes one chunk and
-        stores what it adds to a zero state, and the factor by which it multiplies one;
-        `_pass_kernel` does the rest. REVERSE: gradients, from the last chunk back.
+        that enters each, and the last one in `out`. Otherwise a program takes one
+        chunk and stores what it adds to a zero state, and the factor by which it
+        multiplies one; `_pass_kernel` does the rest. REVERSE: gradients, from the last
+        chunk back.
         """
         parts: tl.constexpr = (D // BLOCK_D) * (N // BLOCK_N)
         part = tl.program_id(0) % parts
@@ -281,6 +294,78 @@ if HAS_TRITON:
             )
         tl.store(out_ptr + at_edge, S_re)
         tl.store(out_ptr + at_edge + 1, S_im)
+
+
+# %% notebooks/06_rotary_fusion.py#the-launch-table
+# (BLOCK_D, BLOCK_N, warps, stages) of a kernel, by precision; a block is cut to what it
+# is a part of. States of one sequence and head are walked in one program when there are
+# enough of those to fill the device, and computed chunk by chunk when there are not.
+_LAUNCH = {
+    "states": {"bf16": (64, 32, 4, 2), "tf32": (64, 32, 4, 2), "ieee": (32, 16, 8, 1)},
+    "output": {"bf16": (0, 64, 4, 1), "tf32": (0, 32, 4, 1), "ieee": (0, 16, 8, 1)},
+    "backward": {"bf16": (0, 16, 4, 1), "tf32": (0, 16, 4, 1), "ieee": (0, 16, 8, 1)},
+}
+_WALK_FROM = 96  # sequences times heads
+_PASS_BLOCK = 256
+
+
+def _launch(kernel: str, precision: str, D: int, N: int) -> dict[str, int]:
+    """Block sizes and launch parameters of a kernel."""
+    block_d, block_n, warps, stages = _LAUNCH[kernel][precision]
+    blocks = {"BLOCK_D": min(block_d, D)} if block_d else {}
+    return {
+        **blocks,
+        "BLOCK_N": min(block_n, N),
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+def _modes(precision: str, reset: Tensor | None) -> dict[str, object]:
+    """What every kernel is compiled for."""
+    return {
+        "PRECISION": precision,
+        "EMULATE": _interpreted(),
+        "HAS_RESET": reset is not None,
+    }
+
+
+# %% notebooks/06_rotary_fusion.py#walk-or-pass
+def _states(proj, A, reset, edge, dy, D, N, chunk_size, precision, reverse):
+    """The state entering every chunk and the last one; or, reversed, their gradients.
+
+    Args: edge: the initial state, or the gradient of the final one, (B, H, D, N).
+    dy: for the reverse.
+
+    Returns: (B, nc, H, 2, N, D), bfloat16 in bf16 mode, and float32 (B, H, D, N, 2).
+    """
+    batch, time, width = proj.shape
+    H, n_chunks = A.shape[0], -(-time // chunk_size)
+    options = _launch("states", precision, D, N)
+    parts = D // options["BLOCK_D"] * (N // options["BLOCK_N"])
+    walk = batch * H >= _WALK_FROM or n_chunks == 1
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    states = proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind)
+    out = proj.new_empty(batch, H, D, N, 2, dtype=torch.float32)
+    added, keep = states, out
+    if not walk:
+        added = proj.new_empty(states.shape, dtype=torch.float32)
+        keep = proj.new_empty(batch, n_chunks, H, 2, dtype=torch.float32)
+    edge_ptr = out if edge is None else torch.view_as_real(edge.contiguous())
+    _states_kernel[(batch * H * parts, 1 if walk else n_chunks)](
+        proj, torch.view_as_real(A), proj if reset is None else reset,
+        proj if dy is None else dy, edge_ptr, added, keep, out,
+        time, H, width, n_chunks, D=D, N=N, BLOCK_C=chunk_size, WALK=walk,
+        REVERSE=reverse, HAS_EDGE=edge is not None, **_modes(precision, reset),
+        **options,
+    )  # fmt: skip
+    if not walk:
+        block = min(_PASS_BLOCK, D * N)
+        _pass_kernel[(batch * H, D * N // block)](
+            added, keep, edge_ptr, states, out, H, n_chunks, D=D, N=N, BLOCK=block,
+            REVERSE=reverse, HAS_EDGE=edge is not None,
+        )  # fmt: skip
+    return states, out
 
 
 # %% notebooks/06_rotary_fusion.py#the-outputs
@@ -494,77 +579,6 @@ if HAS_TRITON:
         tl.store(dA_ptr + share + 1, tl.sum(delta * dv, 0))
 
 
-# %% notebooks/06_rotary_fusion.py#the-launch
-# (BLOCK_D, BLOCK_N, warps, stages) of a kernel, by precision; a block is cut to what it
-# is a part of. States of one sequence and head are walked in one program when there are
-# enough of those to fill the device, and computed chunk by chunk when there are not.
-_LAUNCH = {
-    "states": {"bf16": (64, 32, 4, 2), "tf32": (64, 32, 4, 2), "ieee": (32, 16, 8, 1)},
-    "output": {"bf16": (0, 64, 4, 1), "tf32": (0, 32, 4, 1), "ieee": (0, 16, 8, 1)},
-    "backward": {"bf16": (0, 16, 4, 1), "tf32": (0, 16, 4, 1), "ieee": (0, 16, 8, 1)},
-}
-_WALK_FROM = 96  # sequences times heads
-_PASS_BLOCK = 256
-
-
-def _launch(kernel: str, precision: str, D: int, N: int) -> dict[str, int]:
-    """Block sizes and launch parameters of a kernel."""
-    block_d, block_n, warps, stages = _LAUNCH[kernel][precision]
-    blocks = {"BLOCK_D": min(block_d, D)} if block_d else {}
-    return {
-        **blocks,
-        "BLOCK_N": min(block_n, N),
-        "num_warps": warps,
-        "num_stages": stages,
-    }
-
-
-def _modes(precision: str, reset: Tensor | None) -> dict[str, object]:
-    """What every kernel is compiled for."""
-    return {
-        "PRECISION": precision,
-        "EMULATE": _interpreted(),
-        "HAS_RESET": reset is not None,
-    }
-
-
-def _states(proj, A, reset, edge, dy, D, N, chunk_size, precision, reverse):
-    """The state entering every chunk and the last one; or, reversed, their gradients.
-
-    Args: edge: the initial state, or the gradient of the final one, (B, H, D, N).
-    dy: for the reverse.
-
-    Returns: (B, nc, H, 2, N, D), bfloat16 in bf16 mode, and float32 (B, H, D, N, 2).
-    """
-    batch, time, width = proj.shape
-    H, n_chunks = A.shape[0], -(-time // chunk_size)
-    options = _launch("states", precision, D, N)
-    parts = D // options["BLOCK_D"] * (N // options["BLOCK_N"])
-    walk = batch * H >= _WALK_FROM or n_chunks == 1
-    kind = torch.bfloat16 if precision == "bf16" else torch.float32
-    states = proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind)
-    out = proj.new_empty(batch, H, D, N, 2, dtype=torch.float32)
-    added, keep = states, out
-    if not walk:
-        added = proj.new_empty(states.shape, dtype=torch.float32)
-        keep = proj.new_empty(batch, n_chunks, H, 2, dtype=torch.float32)
-    edge_ptr = out if edge is None else torch.view_as_real(edge.contiguous())
-    _states_kernel[(batch * H * parts, 1 if walk else n_chunks)](
-        proj, torch.view_as_real(A), proj if reset is None else reset,
-        proj if dy is None else dy, edge_ptr, added, keep, out,
-        time, H, width, n_chunks, D=D, N=N, BLOCK_C=chunk_size, WALK=walk,
-        REVERSE=reverse, HAS_EDGE=edge is not None, **_modes(precision, reset),
-        **options,
-    )  # fmt: skip
-    if not walk:
-        block = min(_PASS_BLOCK, D * N)
-        _pass_kernel[(batch * H, D * N // block)](
-            added, keep, edge_ptr, states, out, H, n_chunks, D=D, N=N, BLOCK=block,
-            REVERSE=reverse, HAS_EDGE=edge is not None,
-        )  # fmt: skip
-    return states, out
-
-
 # %% notebooks/06_rotary_fusion.py#two-operators
 @torch.library.custom_op(
     "mamba3lite::ssd_fused",
@@ -596,7 +610,9 @@ def _ssd_fused(
 
 
 @_ssd_fused.register_fake
-def _(proj, A, initial_states, reset, head_dim, state_dim, chunk_size, precision):
+def _fake_ssd_fused(
+    proj, A, initial_states, reset, head_dim, state_dim, chunk_size, precision
+):
     batch, time, _ = proj.shape
     D, N, H = head_dim, state_dim, A.shape[0]
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -640,7 +656,9 @@ def _ssd_fused_backward(
 
 
 @_ssd_fused_backward.register_fake
-def _(proj, A, reset, states, dy, dfinal, head_dim, state_dim, chunk_size, precision):
+def _fake_ssd_fused_backward(
+    proj, A, reset, states, dy, dfinal, head_dim, state_dim, chunk_size, precision
+):
     shape = proj.shape[0], A.shape[0], head_dim, state_dim
     return torch.empty_like(proj), torch.empty_like(A), A.new_empty(shape)
 
@@ -665,7 +683,7 @@ def _differentiate(ctx, dy, dfinal, _dstates):
 _ssd_fused.register_autograd(_differentiate, setup_context=_save)
 
 
-# %% notebooks/06_rotary_fusion.py#the-whole-function
+# %% notebooks/06_rotary_fusion.py#what-it-refuses
 _SIDES = (16, 32, 64, 128)
 
 
@@ -684,6 +702,46 @@ def _check_fused_dims(head_dim: int, state_dim: int, chunk_size: int) -> None:
             )
 
 
+def _check_proj(proj, A, n_heads, head_dim, state_dim, initial_states, reset) -> None:
+    """Refuse dtypes, shapes and devices that do not fit each other.
+
+    Raises: TypeError, ValueError, naming the argument.
+    """
+    if proj.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"ssd_fused: proj is {proj.dtype}; wanted float32, bfloat16 or float16"
+        )
+    columns = n_heads * (head_dim + 4 * state_dim + 1)
+    if proj.ndim != 3 or proj.shape[2] != columns or proj.shape[1] == 0:
+        raise ValueError(
+            f"ssd_fused: proj has shape {tuple(proj.shape)}; wanted (B, T, {columns}) "
+            f"with T at least 1, for n_heads={n_heads}, head_dim={head_dim}, "
+            f"state_dim={state_dim}"
+        )
+    batch, time, _ = proj.shape
+    wanted = {
+        "A": (A, torch.complex64, (n_heads,)),
+        "initial_states": (
+            initial_states, torch.complex64, (batch, n_heads, head_dim, state_dim)
+        ),
+        "reset": (reset, torch.bool, (batch, time)),
+    }  # fmt: skip
+    for name, (tensor, dtype, shape) in wanted.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"ssd_fused: {name} is {tensor.dtype}; wanted {dtype}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"ssd_fused: {name} has shape {tuple(tensor.shape)}; wanted {shape}"
+            )
+        if tensor.device != proj.device:
+            raise ValueError(
+                f"ssd_fused: {name} is on {tensor.device} but proj is on {proj.device}"
+            )
+
+
+# %% notebooks/06_rotary_fusion.py#the-whole-function
 def ssd_fused(
     proj: Float[Tensor, "B T columns"],
     A: Complex[Tensor, "H"],
@@ -736,42 +794,3 @@ def ssd_fused(
         *(head_dim, state_dim, chunk_size, precision or "tf32"),
     )
     return (y, final_states) if return_final_states else y
-
-
-def _check_proj(proj, A, n_heads, head_dim, state_dim, initial_states, reset) -> None:
-    """Refuse dtypes, shapes and devices that do not fit each other.
-
-    Raises: TypeError, ValueError, naming the argument.
-    """
-    if proj.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(
-            f"ssd_fused: proj is {proj.dtype}; wanted float32, bfloat16 or float16"
-        )
-    columns = n_heads * (head_dim + 4 * state_dim + 1)
-    if proj.ndim != 3 or proj.shape[2] != columns or proj.shape[1] == 0:
-        raise ValueError(
-            f"ssd_fused: proj has shape {tuple(proj.shape)}; wanted (B, T, {columns}) "
-            f"with T at least 1, for n_heads={n_heads}, head_dim={head_dim}, "
-            f"state_dim={state_dim}"
-        )
-    batch, time, _ = proj.shape
-    wanted = {
-        "A": (A, torch.complex64, (n_heads,)),
-        "initial_states": (
-            initial_states, torch.complex64, (batch, n_heads, head_dim, state_dim)
-        ),
-        "reset": (reset, torch.bool, (batch, time)),
-    }  # fmt: skip
-    for name, (tensor, dtype, shape) in wanted.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != dtype:
-            raise TypeError(f"ssd_fused: {name} is {tensor.dtype}; wanted {dtype}")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"ssd_fused: {name} has shape {tuple(tensor.shape)}; wanted {shape}"
-            )
-        if tensor.device != proj.device:
-            raise ValueError(
-                f"ssd_fused: {name} is on {tensor.device} but proj is on {proj.device}"
-            )

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Complex, Float, Int, Shaped
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mamba3lite.models.mamba_block import Mamba3Block
 
@@ -98,7 +97,108 @@ class ModelConfig:
 
 
 # %% notebooks/07_block_and_model.py#the-loss-without-the-logits
-_LOGITS_AT_ONCE = 2**24  # elements; 64 MiB in float32
+_TOKENS_AT_ONCE = 2048  # whose logits exist; 412 MB in float32 for the default model
+
+
+def _chunk_log_p_and_dlogits(
+    h: Float[Tensor, "n d_model"],
+    head: Float[Tensor, "rows d_model"],
+    index: Int[Tensor, "n 1"],
+    vocab: int,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "n 1"], Float[Tensor, "n rows"]]:
+    """Log-probability of each target, in dtype; gradient of the loss in the logits.
+
+    Args: head: what h is multiplied by; rows from vocab on are padding.
+    """
+    logits = h @ head.T
+    logits[:, vocab:] = float("-inf")
+    log_p = logits.log_softmax(-1, dtype=dtype)
+    at_target = log_p.gather(1, index)
+    dlogits = torch.exp(log_p, out=logits)
+    return at_target, dlogits.scatter_(1, index, at_target.expm1().to(h.dtype))
+
+
+def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tensor:
+    """The output embedding in dtype; on a GPU with zeros up to 64 rows or a multiple.
+
+    There a row of logits then starts on a boundary that fast products need.
+    """
+    head = weight.to(dtype)
+    return F.pad(head, (0, 0, 0, -len(head) % 64)) if head.is_cuda else head
+
+
+def _loss_and_gradients(
+    hidden, weight, targets, dtype, hidden_grad, weight_grad
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss and its gradients in hidden and weight; empty if not asked for."""
+    vocab, width = weight.shape
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    head = _padded_head(weight, dtype)
+    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
+    dweight = weight.new_zeros(weight.shape if weight_grad else 0, dtype=exact)
+    flat, targets = hidden.reshape(-1, width).to(dtype), targets.reshape(-1, 1)
+    losses = hidden.new_empty(targets.shape, dtype=exact)
+    for start in range(0, len(targets), _TOKENS_AT_ONCE):
+        chunk = slice(start, start + _TOKENS_AT_ONCE)
+        valid = targets[chunk] != -100
+        keep = valid.to(dtype)
+        h = flat[chunk] * keep
+        index = targets[chunk].where(valid, 0).long()
+        at_target, dlogits = _chunk_log_p_and_dlogits(h, head, index, vocab, exact)
+        losses[chunk] = at_target.neg().where(valid, 0)
+        if hidden_grad:
+            out = dhidden.view(-1, width)[chunk]
+            torch.mul(dlogits @ head, keep, out=out)
+        if weight_grad and dtype == exact:
+            dweight.addmm_(dlogits[:, :vocab].T, h)
+        elif weight_grad:
+            dweight += dlogits[:, :vocab].T @ h
+        del dlogits  # or it lives on beside the logits of the next chunk
+    return losses.sum(), dhidden, dweight.to(weight.dtype)
+
+
+_cross_entropy = torch.library.custom_op(
+    "mamba3lite::cross_entropy_sum",
+    _loss_and_gradients,
+    mutates_args=(),
+    schema=(
+        "(Tensor hidden, Tensor weight, Tensor targets, ScalarType dtype, "
+        "bool hidden_grad, bool weight_grad) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+
+
+@_cross_entropy.register_fake
+def _fake_cross_entropy(hidden, weight, targets, dtype, hidden_grad, weight_grad):
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    return (
+        hidden.new_empty((), dtype=exact),
+        hidden.new_empty(hidden.shape if hidden_grad else 0),
+        weight.new_empty(weight.shape if weight_grad else 0),
+    )
+
+
+def _save_gradients(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx, dloss, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the loss has no second derivative: its gradients are computed in the "
+            "forward pass; leave create_graph out, or call the model without targets "
+            "and use torch.nn.functional.cross_entropy"
+        )
+    if dloss is None:
+        return (None,) * 6
+    wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 4
+
+
+_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
 def _cross_entropy_sum(
@@ -106,31 +206,28 @@ def _cross_entropy_sum(
     weight: Float[Tensor, "V d_model"],
     targets: Int[Tensor, "B T"],
 ) -> Float[Tensor, ""]:
-    """Sum of the cross-entropy over valid targets; logits of a few steps at a time.
+    """Sum of the cross-entropy over valid targets; logits of a chunk at a time.
 
-    A chunk's logits are computed again in the backward pass instead of kept, so that
-    memory holds at most one chunk of them.
+    Products run in the autocast dtype. Their gradients are computed here, in the
+    forward pass, and kept instead of logits. The same bits every time.
 
     Args:
         hidden: output of the last norm.
         weight: output embedding.
         targets: token ids already shifted; -100 is ignored.
 
+    Returns: a scalar, float32, or float64 for hidden in float64.
+
+    Raises: RuntimeError for a second derivative, when the first is taken.
+
     Source: notebook 07, "The loss without the logits".
     """
-
-    def chunk_loss(hidden, targets):
-        logits = F.linear(hidden, weight).float()
-        return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten().long(), reduction="sum"
-        )
-
-    batch, time = targets.shape
-    steps = max(1, _LOGITS_AT_ONCE // (batch * weight.shape[0]))
-    if steps >= time:
-        return chunk_loss(hidden, targets)
-    chunks = zip(hidden.split(steps, 1), targets.split(steps, 1), strict=True)
-    return sum(checkpoint(chunk_loss, h, t, use_reentrant=False) for h, t in chunks)
+    device, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    learns = torch.is_grad_enabled()
+    wanted = [learns and z.requires_grad for z in (hidden, weight)]
+    return _cross_entropy(hidden, weight, targets, dtype, *wanted)[0]
 
 
 # %% notebooks/07_block_and_model.py#the-whole-model

@@ -1,0 +1,302 @@
+"""What `mamba3lite bench` measures is the scan, and its report is of this run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from trainer_cases import write_config
+from typer.testing import CliRunner
+
+from mamba3lite import bench
+from mamba3lite.cli import app
+from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
+
+CPU = torch.device("cpu")
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+SMALL = bench.Shape(B=2, T=48, H=3, D=4, N=2, chunk=16)
+cpu_only = pytest.mark.skipif(HAS_CUDA, reason="what a machine without a GPU writes")
+
+
+def run_command(*arguments: object):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+TINY = (
+    *("--batch", 1, "--time", 32, "--chunk-size", 16),
+    *("--heads", 2, "--head-dim", 4, "--state-dim", 4),
+)
+
+
+# --------------------------------------------------------------------------------------
+# The command
+
+
+def test_help_names_every_option():
+    result = run_command("--help")
+    assert result.exit_code == 0, result.output
+    shown = set(re.findall(r"--[a-z-]+", result.stdout))
+    sizes = {"--batch", "--time", "--heads", "--head-dim", "--state-dim"}
+    more = {"--chunk-size", "--tune", "--peers", "--model", "--json", "--help"}
+    assert shown == sizes | more
+    assert "mamba3lite bench" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (("--time", 100), "--time 100 is not a multiple of --chunk-size 64"),
+        (("--time", 64, "--chunk-size", 48), "--time 64 is not a multiple of"),
+        (("--json", "old.json"), "old.json exists; name a new file for --json"),
+        (("--json", "gone/new.json"), "gone is not a folder"),
+        (("--batch", 0), "'--batch'"),
+        (("--fast",), "No such option: --fast"),
+        (("--model", "nope"), "nope: no such file"),
+    ],
+)
+def test_a_bad_option_is_refused_before_anything_is_measured(
+    arguments, complaint, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "run_bench", lambda *_: pytest.fail("measured"))
+    (tmp_path / "old.json").write_text("kept")
+    result = run_command(*arguments)
+    assert result.exit_code == 2, result.output
+    assert sum(complaint in line for line in result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.output and result.stdout == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "kept"
+
+
+@cpu_only
+def test_a_run_on_a_cpu_writes_what_it_measured_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/mamba3lite", "bench", "--tune"])
+    file = tmp_path / "new.json"
+    model = write_config(tmp_path / "model.yaml", tmp_path / "no-data", tmp_path)
+    extra = ("--tune", "--peers", "--model", model, "--json", file)
+    result = run_command(*TINY, *extra)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    keys = ("part", "version", "precision")
+    assert [tuple(row[key] for key in keys) for row in report["rows"]] == [
+        ("per_chunk", "einsum", "ieee"),
+        ("per_chunk", "pytorch", "ieee"),
+        ("scan", "einsum", "ieee"),
+        ("scan", "pytorch", "ieee"),
+        ("block_fp32", "pytorch", "ieee"),
+    ]
+    for row in report["rows"]:
+        assert {"peak_mb", "forward_eager_ms"}.isdisjoint(row), "a CPU has neither"
+    assert report["ratios"] == [], "no kernel ran, so nothing is faster than another"
+    assert {"launches", "fused_launches"}.isdisjoint(report)
+    assert [row["dispatch"] for row in report["model"]] == ["pytorch"]
+    assert report["shape"]["T"] == 32 and report["error_shape"]["T"] == 32
+    assert report["command"] == "mamba3lite bench --tune"
+    for kernel in ("triton", "fused"):
+        assert f"{kernel} not measured: no compiled kernels here" in result.stderr
+    assert "no peer measured" in result.stderr
+    assert "times as fast" not in result.stdout
+    shown = re.findall(r"(per_chunk|scan|block_fp32) +│ (\w+) +│ ieee", result.stdout)
+    assert shown == [(row["part"], row["version"]) for row in report["rows"]]
+
+
+@pytest.mark.parametrize(
+    "typed, command",
+    [
+        (["/a/bin/mamba3lite", "bench", "--tune"], "mamba3lite bench --tune"),
+        (["/a/mamba3lite/bench.py", "--tune"], "python -m mamba3lite.bench --tune"),
+    ],
+)
+def test_the_report_says_what_to_type_again(typed, command, monkeypatch):
+    monkeypatch.setattr("sys.argv", typed)
+    assert bench.command_line() == command
+
+
+# --------------------------------------------------------------------------------------
+# What is compared is the same function
+
+
+def naive(inputs: list[torch.Tensor]) -> torch.Tensor:
+    return ssd_naive_complex(*map(bench.in_double, inputs)).real
+
+
+def test_the_baseline_is_the_oracle():
+    inputs = list(map(bench.in_double, bench.random_inputs(SMALL, CPU)))
+    y = bench.einsum_scan(*inputs, chunk=SMALL.chunk)
+    assert bench.relative_error(y, naive(inputs)) < 1e-12
+
+
+def test_the_baseline_of_the_inside_is_the_pytorch_function():
+    inputs = list(map(bench.in_double, bench.part_inputs("per_chunk", SMALL, CPU)))
+    got = bench.einsum_per_chunk(*inputs)
+    wanted = bench.per_chunk_ssd_pytorch(*inputs)
+    for a, b in zip(got, wanted, strict=True):
+        assert bench.relative_error(a, b) < 1e-12
+
+
+@pytest.mark.parametrize("part", ["block_fp32", "block_bf16"])
+def test_rotated_and_scanned_with_real_decay_is_the_oracle(part):
+    """The four tensors that other projects' scans get lead to the same y."""
+    proj, A = bench.part_inputs(part, SMALL, CPU)
+    q, k, v, g = bench.rotated(proj.double(), A, SMALL)
+    assert g.shape == (SMALL.B, SMALL.T, SMALL.H) and g.unique().numel() > SMALL.T
+    state, steps = 0, []
+    for t in range(SMALL.T):
+        added = k[:, t, :, :, None] * v[:, t, :, None, :]
+        state = g[:, t].double().exp()[..., None, None] * state + added
+        steps.append((q[:, t, :, None, :] @ state).squeeze(-2))
+    (wanted,) = bench.oracle(part, [proj, A], SMALL)[0]
+    assert bench.relative_error(torch.stack(steps, 1), wanted) < 1e-5
+    assert bench.rotated(proj, A, SMALL)[0].dtype == proj.dtype
+
+
+@pytest.mark.parametrize("dispatch", ["pytorch", "triton", "fused"])
+def test_the_scan_of_a_block_is_the_chunkwise_scan(dispatch):
+    shape = bench.Shape(B=1, T=32, H=2, D=16, N=32, chunk=16)
+    inputs = bench.random_inputs(shape, DEVICE)
+    proj, A = bench.part_inputs("block_fp32", shape, DEVICE)
+    wanted = ssd_complex_chunkwise(*map(bench.in_double, inputs), chunk_size=16)
+    options = {"shape": shape, "ssd_dispatch": dispatch, "precision": "ieee"}
+    y = bench.block_scan(proj, A, **options)
+    assert y.dtype == torch.float32 and y.shape == inputs[0].shape
+    assert bench.relative_error(y, wanted) < 2e-5
+    assert bench.block_scan(proj.bfloat16(), A, **options).dtype == torch.bfloat16
+
+
+def test_errors_name_the_stream_that_is_wrong():
+    proj, A = bench.part_inputs("block_fp32", SMALL, CPU)
+    wanted = bench.oracle("block_fp32", [proj, A], SMALL)
+    start = SMALL.H * (SMALL.D + 2 * SMALL.N)  # of Re C
+    gradients = [z.clone() for z in wanted[1]]
+    gradients[0][..., start] += 1
+    found = bench.errors("block_fp32", (wanted[0], gradients), wanted, SMALL)
+    assert list(found) == ["y", "dx", "dB", "dC", "ddt", "dA"]
+    assert [name for name, error in found.items() if error] == ["dC"]
+
+
+def test_inputs_of_a_block_are_those_of_the_scan():
+    x, A, B_t, C_t, dt = bench.part_inputs("scan", SMALL, CPU)
+    proj, same_A = bench.part_inputs("block_fp32", SMALL, CPU)
+    streams = bench.cut_columns(proj, SMALL)
+    wanted = (x, B_t.real, B_t.imag, C_t.real, C_t.imag, dt.unsqueeze(-1))
+    assert all(map(torch.equal, streams, wanted)) and torch.equal(A, same_A)
+    half, _ = bench.part_inputs("block_bf16", SMALL, CPU)
+    assert torch.equal(half, proj.bfloat16())
+
+
+# --------------------------------------------------------------------------------------
+# Floors, by hand
+
+
+# B = 1, T = 4, H = 1, D = 2, N = 1, chunks of 2: four rows in two chunks.
+HAND = bench.Shape(B=1, T=4, H=1, D=2, N=1, chunk=2)
+
+
+@pytest.mark.parametrize(
+    "part, inputs, outputs, flops",
+    [
+        # A row holds B, C (1 complex number each), X (2), A_log and decay_states; Y has
+        # 2 a row, and each chunk a state of 2. Per chunk 4 products for C B^T, 8 for
+        # (L C B^T) X and 4 for the state, complex, so 8 FLOPs each.
+        ("per_chunk", 4 * 6 * 8, (4 * 2 + 2 * 2) * 8, 2 * (4 + 8 + 4) * 8),
+        # A row holds 4 + 2 + 1 numbers, y has 2. Per chunk 8 products for each of
+        # q k^T, its product with x, the state and what is read of it, 2 FLOPs each.
+        ("scan", 4 * 7 * 4, 4 * 2 * 4, 2 * (8 + 8 + 8 + 8) * 2),
+        ("block_fp32", 4 * 7 * 4, 4 * 2 * 4, 2 * (8 + 8 + 8 + 8) * 2),
+        ("block_bf16", 4 * 7 * 2, 4 * 2 * 2, 2 * (8 + 8 + 8 + 8) * 2),
+    ],
+)
+def test_cost_is_what_a_count_by_hand_gives(part, inputs, outputs, flops):
+    assert bench.cost(part, HAND) == {
+        "forward_bytes": inputs + outputs,
+        "forward_flops": flops,
+        "forward_backward_bytes": 3 * inputs + 2 * outputs,
+        "forward_backward_flops": 3 * flops,
+    }
+
+
+def test_the_floor_is_the_larger_of_two_times():
+    ceiling = {"copy_tb_s": 2.0, "fp32_tflop_s": 50.0, "bf16_tflop_s": 500.0}
+    need = {"forward_bytes": 4e9, "forward_flops": 1e11}
+    assert math.isclose(bench.floor_ms(need, ceiling, "forward", "ieee"), 2.0)
+    need["forward_flops"] = 1e12
+    assert math.isclose(bench.floor_ms(need, ceiling, "forward", "ieee"), 20.0)
+    assert math.isclose(bench.floor_ms(need, ceiling, "forward", "bf16"), 2.0)
+
+
+# --------------------------------------------------------------------------------------
+# Which kernel a part is measured for
+
+
+def row(part: str, version: str, precision: str, forward: float, both: float) -> dict:
+    times = {"forward_ms": forward, "forward_backward_ms": both}
+    named = {"part": part, "version": version, "precision": precision}
+    return named | {key: {"median": ms} for key, ms in times.items()}
+
+
+ROWS = [
+    row("per_chunk", "pytorch", "tf32", 3.0, 9.0),
+    row("per_chunk", "triton", "tf32", 1.0, 6.0),
+    row("scan", "pytorch", "tf32", 8.0, 12.0),
+    row("scan", "triton", "tf32", 4.0, 6.0),
+    row("scan", "fused", "tf32", 2.0, 4.0),
+    row("scan", "fused", "bf16", 1.0, 3.0),
+    row("block_bf16", "fla", "bf16", 0.5, 2.0),
+    row("block_bf16", "fused", "bf16", 1.0, 1.0),
+]
+
+
+def test_the_kernel_of_a_part_is_the_fused_one_where_it_ran():
+    parts = ("per_chunk", "scan", "block_bf16", "block_fp32")
+    found = [bench.kernel_of(part, ROWS) for part in parts]
+    assert found == ["triton", "fused", "fused", None]
+
+
+def test_ratios_compare_within_part_and_precision_alone():
+    found = [tuple(ratio.values()) for ratio in bench.ratios_of(ROWS)]
+    assert found == [
+        ("per_chunk", "tf32", "pytorch", 3.0, 1.5),
+        ("scan", "tf32", "pytorch", 4.0, 3.0),
+        ("scan", "tf32", "triton", 2.0, 1.5),
+        ("block_bf16", "bf16", "fla", 0.5, 2.0),
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_a_sweep_tries_the_shipped_launch_and_only_whole_tiles(precision):
+    shape = bench.Shape(B=8, T=2048, H=16, D=64, N=64, chunk=64)
+    for kernel, table in bench.ssd_fused._LAUNCH.items():
+        tried = list(bench.candidates(kernel, precision, shape))
+        assert table[precision] in tried, kernel
+        assert len(set(tried)) == len(tried)
+        for d, n, _, _ in tried:
+            assert shape.N % n == 0 and (d == 0 or shape.D % d == 0)
+        small = bench.Shape(B=1, T=32, H=1, D=16, N=16, chunk=16)
+        assert {n for _, n, *_ in bench.candidates(kernel, precision, small)} == {16}
+
+
+# --------------------------------------------------------------------------------------
+# A whole model
+
+
+def test_training_steps_of_a_model_are_rows(tmp_path):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "no-data", tmp_path)
+    said: list[str] = []
+    before = torch.get_rng_state()
+    (first,) = bench.measure_model(str(config), 3, CPU, said.append)
+    torch.set_rng_state(before)
+    assert (first["dispatch"], first["compiled"], first["mfu"]) == (
+        "pytorch",
+        False,
+        None,
+    )
+    tokens = 4 * 32  # micro-batch 4 of 32 tokens, in the configuration
+    assert math.isclose(first["tokens_per_s"], tokens / first["step_ms"] * 1e3)
+    # Random weights know nothing: ln 257 at first. The batch is always the same.
+    assert abs(first["first_loss"] - math.log(257)) < 0.5
+    assert first["last_loss"] < first["first_loss"]
+    assert first["peak_gb"] > 0 and len(said) == 1
