@@ -239,8 +239,8 @@ for masked in (True, False):
 # A program owns one (b, chunk, head). With two numbers, the distance of two steps and
 # the distance of two heads, one formula serves both:
 # $$\mathrm{first} = (b \, n_c + \mathrm{chunk}) \, C H
-# \; + \; \mathrm{head} \cdot \mathrm{row\_head} , \qquad
-# \mathrm{row}(l) = \mathrm{first} + l \cdot \mathrm{row\_step} .$$
+# \; + \; \mathrm{head} \cdot \mathrm{row\_head} ,$$
+# $$\mathrm{row}(l) = \mathrm{first} + l \cdot \mathrm{row\_step} .$$
 # The state, (B, nc, H, P, N), is one block. The formula is checked against PyTorch's
 # own indexing, for every program and both layouts.
 

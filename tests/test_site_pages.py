@@ -188,6 +188,7 @@ def test_what_cannot_become_a_page_is_refused_by_name(tmp_path, cells, complaint
         (r"h'(t)", ["<mrow><mi>h</mi><mo ", ">′</mo></mrow>"]),
         (r"A = -1", ['form="prefix"']),
         (r"\lVert x \rVert", ['stretchy="false"', "‖"]),
+        (r"\langle a \rangle + b", ['<mo stretchy="false">⟨', "<mo>+</mo>"]),
     ],
 )
 def test_formulas_become_mathml(latex, drawn):

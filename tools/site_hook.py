@@ -87,6 +87,8 @@ def _set_operators(root: ElementTree.Element) -> None:
                 element.set("mathvariant", "normal")  # LaTeX's capitals stand upright
             elif text != "∞" and unicodedata.category(text) in {"Sm", "Ps", "Pe"}:
                 element.tag = "mo"
+                if unicodedata.category(text) != "Sm":
+                    element.set("stretchy", "false")  # LaTeX's \langle keeps its size
         elif element.tag == "mo":
             _set_operator(element, text)
     for row in [*root.iter("mrow"), *root.iter("mtd")]:
@@ -106,7 +108,7 @@ def _set_operator(element: ElementTree.Element, text: str) -> None:
 def _set_signs(row: ElementTree.Element) -> None:
     """The minus of x = -1 is no difference."""
     for before, sign in pairwise(row):
-        opens = before.tag == "mo" and before.text not in {")", "]", "|", "⊤"}
+        opens = before.tag == "mo" and before.text not in {")", "]", "⟩", "|", "⊤"}
         if opens and sign.tag == "mo" and sign.text in {"−", "+", "±"}:
             sign.set("form", "prefix")
 
@@ -498,7 +500,7 @@ def benchmark_markdown(report: dict, name: str) -> str:
         rows = [_row_cells(row) for row in report["rows"] if row["part"] == part]
         blocks += [f"**{title}**", _table(heads, rows)]
     if report["ratios"]:
-        heads = ["times faster than", "forward", "with backward"]
+        heads = ["times as fast as", "forward", "with backward"]
         rows = [
             [f"`{r['against']}`, {r['precision']}: {PARTS[r['part']].lower()}"]
             + [f"{r[name]:.2f}" for name in PASSES]
