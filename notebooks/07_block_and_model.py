@@ -780,6 +780,10 @@ class Mamba3Block(nn.Module):
             self._warn_fallback(str(error))
             return scan(ssd_dispatch="pytorch")
 
+    def __getstate__(self):
+        """A copy has not warned anybody yet."""
+        return self.__dict__ | {"_triton_fallback_warned": False}
+
     def _usable_dispatch(self, device: torch.device) -> str:
         """The configured dispatch, or "pytorch" with one warning when it cannot run."""
         cfg = self.cfg
