@@ -37,7 +37,6 @@
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mamba3lite.models.ssd_complex import per_chunk_ssd_pytorch
 
@@ -46,6 +45,7 @@ import time
 import warnings
 
 import matplotlib.pyplot as plt
+from torch.autograd.function import once_differentiable
 
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise
 
@@ -640,8 +640,8 @@ def _per_chunk_ssd_triton_forward(
 # - `enable_grad()`: backward runs with recording off.
 # - `needs_input_grad` says which inputs somebody wants. Gradients for the others are
 #   not computed.
-# - `once_differentiable`: the result carries no graph, and `backward()` through it, for
-#   a second derivative, is refused.
+# - Gradients are enabled inside a backward only when somebody asked for a graph of it,
+#   for a second derivative. The result carries none, so that is refused.
 # - The last `None` belongs to `input_precision`, which has no gradient: backward
 #   returns one value for every argument of forward.
 
@@ -667,8 +667,12 @@ class _PerChunkSSDTriton(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_y_diag, grad_state):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of ssd_dispatch='triton' cannot be differentiated again "
+                "(create_graph=True); use ssd_dispatch='pytorch'"
+            )
         # All five: C alone does not reach the state, and an output that depends on no
         # leaf has no graph to seed.
         leaves = [z.detach().requires_grad_() for z in ctx.saved_tensors]
@@ -719,7 +723,6 @@ print("gradcheck holds at", ", ".join(DECAYS), "decay")
 # %%
 class SeedsWithOnes(_PerChunkSSDTriton):
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_y_diag, grad_state):
         leaves = [z.detach().requires_grad_() for z in ctx.saved_tensors]
         with torch.enable_grad():
@@ -768,7 +771,6 @@ print(refused(check, SeedsWithOnes, case))
 # %%
 class NoTokenGradient(_PerChunkSSDTriton):
     @staticmethod
-    @once_differentiable
     def backward(ctx, *incoming):
         grads = _PerChunkSSDTriton.backward(ctx, *incoming)
         return *grads[:2], None, *grads[3:]
@@ -859,15 +861,15 @@ print(refused(torch.autograd.grad, (Y, S), frozen[1], grad_outputs=seeds))
 # ### What breaks: differentiating twice
 # The recomputed graph is gone when backward returns. A second derivative, for a penalty
 # on the gradient of $\ell + |B|^2$ say, would treat all that came from $\ell$ as a
-# constant. `once_differentiable` plants an error there, and `backward()` runs into it.
-# Take the decorator away, and the answer is wrong without a word. And a warning: the
-# error sits on a path that leads to no input. `torch.autograd.grad(penalty, B)` walks
-# only the paths that lead to $B$, passes it by, and is as wrong as without.
+# constant, and be wrong without a word. So the request itself is refused. PyTorch has a
+# decorator for this, `once_differentiable`, and it is not enough: it plants an error on
+# the way back, which leads to no input. `torch.autograd.grad(penalty, B)` walks only
+# the ways that lead to $B$, and passes it by.
 
 
 # %%
-class Undecorated(_PerChunkSSDTriton):
-    backward = staticmethod(_PerChunkSSDTriton.backward.__wrapped__)
+class OnlyDecorated(_PerChunkSSDTriton):
+    backward = staticmethod(once_differentiable(_PerChunkSSDTriton.backward))
 
 
 def penalty(function, case):
@@ -879,12 +881,10 @@ def penalty(function, case):
 
 
 wanted = torch.autograd.grad(penalty(per_chunk_ssd_pytorch, case), case[0])[0]
-print(refused(penalty(_PerChunkSSDTriton.apply, case).backward))
-B = case[0].detach().requires_grad_()  # collects what backward() finds
-penalty(Undecorated.apply, [B, *case[1:]]).backward()
-passed_by = torch.autograd.grad(penalty(_PerChunkSSDTriton.apply, case), case[0])[0]
-assert torch.allclose(B.grad, passed_by) and B.grad.norm() > 0
-assert (B.grad - wanted).norm() > 0.5 * wanted.norm(), "wrong, without a word"
+assert "differentiated again" in refused(penalty, _PerChunkSSDTriton.apply, case)
+passed_by = torch.autograd.grad(penalty(OnlyDecorated.apply, case), case[0])[0]
+assert passed_by.norm() > 0
+assert (passed_by - wanted).norm() > 0.5 * wanted.norm(), "wrong, without a word"
 
 # %% [markdown]
 # ## What is kept

@@ -239,8 +239,8 @@ for masked in (True, False):
 # A program owns one (b, chunk, head). With two numbers, the distance of two steps and
 # the distance of two heads, one formula serves both:
 # $$\mathrm{first} = (b \, n_c + \mathrm{chunk}) \, C H
-# \; + \; \mathrm{head} \cdot \mathrm{row\_head} , \qquad
-# \mathrm{row}(l) = \mathrm{first} + l \cdot \mathrm{row\_step} .$$
+# \; + \; \mathrm{head} \cdot \mathrm{row\_head} ,$$
+# $$\mathrm{row}(l) = \mathrm{first} + l \cdot \mathrm{row\_step} .$$
 # The state, (B, nc, H, P, N), is one block. The formula is checked against PyTorch's
 # own indexing, for every program and both layouts.
 
@@ -1063,6 +1063,7 @@ assert 256 * 32_767 * 256 < 2**31, "inside a tile, at the largest sides: 32,767 
 
 # %% tags=["export"]
 _MAX_BLOCK = 256
+_MAX_CHUNKS = 65_535  # the second axis of a CUDA grid
 
 
 def _interpreted() -> bool:
@@ -1232,6 +1233,17 @@ _LAUNCH = {
 }
 
 
+def _launch_options(precision: str) -> dict[str, int]:
+    """The launch of a precision, with what the environment says.
+
+    Raises: ValueError naming the variable, for what is not an allowed integer.
+    """
+    launch = dict(_LAUNCH[precision], num_stages=1)
+    for option, largest in {"num_warps": 32, "num_stages": 8}.items():
+        launch[option] = _launch_option(option, launch[option], largest)
+    return launch
+
+
 def _per_chunk_ssd_triton_forward(
     Bc: Complex[Tensor, "B nc C H N"],
     Cc: Complex[Tensor, "B nc C H N"],
@@ -1256,11 +1268,9 @@ def _per_chunk_ssd_triton_forward(
     _check_triton()
     batch, n_chunks, chunk, heads, P = Xc.shape
     N = Bc.shape[-1]
-    launch = dict(_LAUNCH[input_precision], num_stages=1)
+    launch = _launch_options(input_precision)
     launch["BLOCK_S"] = min(launch["BLOCK_S"], chunk)
     launch["BLOCK_K"] = min(launch["BLOCK_K"], N)
-    for option, allowed in {"num_warps": 32, "num_stages": 8}.items():
-        launch[option] = _launch_option(option, launch[option], allowed)
     heads_first = Bc.transpose(2, 3).is_contiguous()
     row_step, row_head = (1, chunk) if heads_first else (heads, 1)
     Bc, Cc, Xc, A_log, decay_states = (
@@ -1381,6 +1391,12 @@ def per_chunk_ssd_triton(
     named = {"Bc": Bc, "Cc": Cc, "Xc": Xc, "A_log": A_log, "decay_states": decay_states}
     _check_chunks(named)
     _check_precision("triton", input_precision)
+    n_chunks = Xc.shape[1]
+    if n_chunks > _MAX_CHUNKS:
+        raise KernelUnavailable(
+            f"per_chunk_ssd_triton: nc={n_chunks} chunks exceed the {_MAX_CHUNKS} of a "
+            "launch. Use a larger chunk_size or ssd_dispatch='pytorch'."
+        )
     _check_block_dims(Xc.shape[-1], Bc.shape[-1], Xc.shape[2])
     _check_device(Xc.device)
     return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision or "ieee")

@@ -800,6 +800,10 @@ class Mamba3Block(nn.Module):
             **options,
         )
 
+    def __getstate__(self):
+        """A copy has not warned anybody yet."""
+        return self.__dict__ | {"_triton_fallback_warned": False}
+
     def _usable_dispatch(self, device: torch.device) -> str:
         """The configured dispatch, or "pytorch" with one warning when it cannot run."""
         cfg = self.cfg

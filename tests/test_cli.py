@@ -171,6 +171,17 @@ def test_a_mistake_is_one_line_and_exit_2(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_bad_launch_variable_is_one_line_and_exit_2(prepared, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENABLE_TRITON_KERNELS", "1")
+    monkeypatch.setenv("TRITON_PER_CHUNK_NUM_WARPS", "abc")
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    choice = "model.ssd_dispatch=triton"
+    result = invoke("train", "--config", config, "--set", choice, "--dry-run")
+    assert result.exit_code == 2, result.output
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("mamba3lite train: TRITON_PER_CHUNK_NUM_WARPS is 'abc'")
+
+
 @pytest.mark.parametrize("line", ["{torn", "5"])
 def test_damaged_metrics_are_one_line_and_exit_2(finished, tmp_path, line):
     _, run, _ = finished

@@ -7,8 +7,10 @@ held against a loop in test_ssd.py, and from the naive scan in complex128.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import pickle
 import warnings
 from functools import partial
 from itertools import pairwise
@@ -336,9 +338,10 @@ class TestPerChunkSsdAutogradPlumbing:
         chunks = random_chunks(device="cpu").leaves()
         Y_diag, state = _PerChunkSSDTriton.apply(*chunks)
         loss = Y_diag.abs().sum() + state.abs().sum()
-        grads = torch.autograd.grad(loss, chunks, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            sum(z.abs().sum() for z in grads).backward()
+        for z in chunks:
+            with pytest.raises(RuntimeError, match=r"again.*ssd_dispatch='pytorch'"):
+                torch.autograd.grad(loss, z, create_graph=True, retain_graph=True)
+        torch.autograd.grad(loss, chunks)
 
 
 # ---------------------------------------------------------------- the kernel
@@ -470,8 +473,8 @@ class TestPerChunkSsdKernel:
         chunks = random_chunks()
         copies = chunks.map(torch.clone)
         per_chunk_ssd_triton(*chunks)
-        for z, copy in zip(chunks, copies, strict=True):
-            assert torch.equal(z, copy)
+        for z, before in zip(chunks, copies, strict=True):
+            assert torch.equal(z, before)
 
     def test_decay_states_are_taken_as_given(self):
         """Each of the two decays moves its own output, and in no bit the other's."""
@@ -741,13 +744,20 @@ class TestPerChunkSsdRefusals:
         with pytest.raises(KernelUnavailable, match=words):
             per_chunk_ssd_triton(*random_chunks(**sizes, lead=(1, 1, 1)))
 
+    def test_more_chunks_than_a_launch_takes_are_refused(self, monkeypatch):
+        assert ssd_triton._MAX_CHUNKS == 65_535
+        monkeypatch.setattr(ssd_triton, "_MAX_CHUNKS", 2)
+        per_chunk_ssd_triton(*random_chunks(lead=(1, 2, 1)))
+        with pytest.raises(KernelUnavailable, match="nc=3 chunks exceed the 2"):
+            per_chunk_ssd_triton(*random_chunks(lead=(1, 3, 1)))
+
     def test_the_scan_refuses_sizes_too(self):
         case = on_device(wide_case(16, states=48))
         with pytest.raises(ValueError, match=r"N=48.*ssd_dispatch='pytorch'"):
             triton_scan(*case)
 
     def test_the_scan_takes_single_precision_only(self):
-        with pytest.raises(TypeError, match=r"expected complex64, got .*complex128"):
+        with pytest.raises(TypeError, match=r"B_t is .*complex128.*use .*'pytorch'"):
             triton_scan(*on_device(wide_case(16)).double())
 
     def test_cpu_tensors_need_the_interpreter(self):
@@ -831,6 +841,14 @@ class TestPerChunkSsdDispatchWiring:
         assert_fell_back(
             small_model("triton"), "triton, which is not installed", "pip install"
         )
+
+    def test_a_copy_warns_for_itself(self, monkeypatch):
+        """What a copied or unpickled model falls back from is news to its owner."""
+        monkeypatch.setattr(ssd_triton, "HAS_TRITON", False)
+        model = small_model("triton")
+        assert_fell_back(model, "not installed")
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert_fell_back(again, "not installed")
 
     @needs_triton
     def test_triton_path_output_matches_pytorch_path(self, launches):

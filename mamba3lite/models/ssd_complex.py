@@ -527,6 +527,11 @@ def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):
     """The inside of all chunks, by the function that the dispatch names."""
     if ssd_dispatch == "pytorch":
         return per_chunk_ssd_pytorch(Bc, Cc, Xc, A_log, decay_states)
+    if Bc.dtype != torch.complex64:
+        raise TypeError(
+            f"B_t is {Bc.dtype}; ssd_dispatch={ssd_dispatch!r} takes single precision "
+            "(complex64, float32); use ssd_dispatch='pytorch' for double"
+        )
     # Here and not above: the model must import without triton.
     from mamba3lite.models.ssd_triton import per_chunk_ssd_triton
 

@@ -15,7 +15,6 @@ __all__ = ["HAS_TRITON", "per_chunk_ssd_triton"]
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mamba3lite.models.ssd_complex import per_chunk_ssd_pytorch
 
@@ -60,8 +59,12 @@ class _PerChunkSSDTriton(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_y_diag, grad_state):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of ssd_dispatch='triton' cannot be differentiated again "
+                "(create_graph=True); use ssd_dispatch='pytorch'"
+            )
         # All five: C alone does not reach the state, and an output that depends on no
         # leaf has no graph to seed.
         leaves = [z.detach().requires_grad_() for z in ctx.saved_tensors]
@@ -274,6 +277,7 @@ if HAS_TRITON:
 
 # %% notebooks/05_triton_kernel.py#what-the-kernel-accepts
 _MAX_BLOCK = 256
+_MAX_CHUNKS = 65_535  # the second axis of a CUDA grid
 
 
 def _interpreted() -> bool:
@@ -383,6 +387,17 @@ _LAUNCH = {
 }
 
 
+def _launch_options(precision: str) -> dict[str, int]:
+    """The launch of a precision, with what the environment says.
+
+    Raises: ValueError naming the variable, for what is not an allowed integer.
+    """
+    launch = dict(_LAUNCH[precision], num_stages=1)
+    for option, largest in {"num_warps": 32, "num_stages": 8}.items():
+        launch[option] = _launch_option(option, launch[option], largest)
+    return launch
+
+
 def _per_chunk_ssd_triton_forward(
     Bc: Complex[Tensor, "B nc C H N"],
     Cc: Complex[Tensor, "B nc C H N"],
@@ -407,11 +422,9 @@ def _per_chunk_ssd_triton_forward(
     _check_triton()
     batch, n_chunks, chunk, heads, P = Xc.shape
     N = Bc.shape[-1]
-    launch = dict(_LAUNCH[input_precision], num_stages=1)
+    launch = _launch_options(input_precision)
     launch["BLOCK_S"] = min(launch["BLOCK_S"], chunk)
     launch["BLOCK_K"] = min(launch["BLOCK_K"], N)
-    for option, allowed in {"num_warps": 32, "num_stages": 8}.items():
-        launch[option] = _launch_option(option, launch[option], allowed)
     heads_first = Bc.transpose(2, 3).is_contiguous()
     row_step, row_head = (1, chunk) if heads_first else (heads, 1)
     Bc, Cc, Xc, A_log, decay_states = (
@@ -476,6 +489,12 @@ def per_chunk_ssd_triton(
     named = {"Bc": Bc, "Cc": Cc, "Xc": Xc, "A_log": A_log, "decay_states": decay_states}
     _check_chunks(named)
     _check_precision("triton", input_precision)
+    n_chunks = Xc.shape[1]
+    if n_chunks > _MAX_CHUNKS:
+        raise KernelUnavailable(
+            f"per_chunk_ssd_triton: nc={n_chunks} chunks exceed the {_MAX_CHUNKS} of a "
+            "launch. Use a larger chunk_size or ssd_dispatch='pytorch'."
+        )
     _check_block_dims(Xc.shape[-1], Bc.shape[-1], Xc.shape[2])
     _check_device(Xc.device)
     return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision or "ieee")

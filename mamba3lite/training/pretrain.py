@@ -286,6 +286,13 @@ class Pretrainer:
             torch.set_float32_matmul_precision(precision)
         fields = self.config.model_fields_of_run()
         _enforce_triton_env_var(fields, self.display.line)
+        if fields.get("ssd_dispatch") == "triton":
+            from mamba3lite.models.ssd_triton import _launch_options
+
+            try:
+                _launch_options("ieee")
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         torch.manual_seed(training.seed)
         self.model = Mamba3Transformer(fields).to(self.device)
         self.optimizer = build_optimizer(self.model, training)
@@ -696,7 +703,8 @@ def train(config: RunConfig, resume: str, display: Display) -> None:
     display.line(
         f"{count_parameters(run.model):,} parameters, {run.total_steps:,} steps of "
         f"{config.tokens_per_step:,} tokens, {run.device}, "
-        f"{'bf16 autocast' if run.bf16 else 'float32'}, run folder {run.run_dir}"
+        f"{'bf16 autocast' if run.bf16 else 'float32'}, scan by "
+        f"{run.model.cfg.ssd_dispatch}, run folder {run.run_dir}"
     )
     if run.run(resume):
         report(run)
