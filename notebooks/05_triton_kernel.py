@@ -1963,9 +1963,9 @@ for mode, launch in _LAUNCH.items():
 # - **A kernel is not faster because it is a kernel.** Measure, in the precision and in
 #   the direction that you need.
 #
-# The kernel stands. Next: [07, a block and a language model](07_block_and_model.ipynb)
-# puts the scan between a projection and a mixer; `ssd_dispatch` there chooses who
-# computes it.
+# The kernel stands. Next: [06, rotation, fused](06_rotary_fusion.ipynb) turns the complex
+# scan into a real one with rotated vectors, and puts all of it into a few kernels,
+# gradients included.
 
 # %% tags=["nbval-ignore-output"]
 print(f"this notebook ran for {time.perf_counter() - started:.1f} s")
