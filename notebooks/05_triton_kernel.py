@@ -1963,9 +1963,9 @@ for mode, launch in _LAUNCH.items():
 # - **A kernel is not faster because it is a kernel.** Measure, in the precision and in
 #   the direction that you need.
 #
-# The kernel stands. Next: [06, rotation, fused](06_rotary_fusion.ipynb) turns the complex
-# scan into a real one with rotated vectors, and puts all of it into a few kernels,
-# gradients included.
+# The kernel stands. Next: [06, rotation, fused](06_rotary_fusion.ipynb) turns the
+# complex scan into a real one with rotated vectors, and puts all of it into a few
+# kernels, gradients included.
 
 # %% tags=["nbval-ignore-output"]
 print(f"this notebook ran for {time.perf_counter() - started:.1f} s")

