@@ -14,9 +14,16 @@ import torch
 from cases import random_case
 from jaxtyping import TypeCheckError
 
-from mamba3lite.models import mamba_block, ssd_complex, transformer
+from mamba3lite.models import (
+    mamba_block,
+    ssd_complex,
+    ssd_fused,
+    ssd_triton,
+    transformer,
+)
 
-MODULES = ("ssd_complex", "ssd_triton", "mimo", "mamba_block", "transformer")
+MODULES = ("ssd_complex", "ssd_triton", "ssd_fused", "mimo", "mamba_block")
+MODULES += ("transformer",)
 SMALL = {"vocab_size": 37, "d_model": 16, "n_layers": 1, "n_heads": 2, "head_dim": 4}
 SMALL |= {"state_dim": 4, "chunk_size": 8, "ffn_dim": 24}
 
@@ -58,6 +65,20 @@ def test_a_result_of_the_wrong_shape_is_refused(monkeypatch):
     monkeypatch.setattr(ssd_complex, "_scan_chunks", uncut)
     with pytest.raises(TypeCheckError, match="return value"):
         ssd_complex.ssd_complex_chunkwise(*random_case(18), 8)
+
+
+def test_a_fused_result_of_the_wrong_shape_is_refused(monkeypatch):
+    """The operator hands back y with its heads flattened; the arguments are right."""
+    proj, A = torch.zeros(2, 18, 2 * 81), torch.zeros(2, dtype=torch.complex64)
+    sizes = {"n_heads": 2, "head_dim": 16, "state_dim": 16, "chunk_size": 16}
+    y = torch.zeros(2, 18, 2, 16)
+    monkeypatch.setattr(ssd_triton, "HAS_TRITON", True)
+    monkeypatch.setattr(ssd_fused, "_check_device", lambda *args: None)
+    monkeypatch.setattr(ssd_fused, "_ssd_fused", lambda *args: (y, None, None))
+    ssd_fused.ssd_fused(proj, A, **sizes)
+    y = y.flatten(2)
+    with pytest.raises(TypeCheckError, match="return value"):
+        ssd_fused.ssd_fused(proj, A, **sizes)
 
 
 def test_a_wrong_shape_inside_the_model_is_refused(monkeypatch):

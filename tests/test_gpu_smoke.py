@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer_cases import assert_same_bits, tiny_model
 
-from mamba3lite.models import ssd_triton
+from mamba3lite.models import ssd_fused, ssd_triton
 from mamba3lite.models.transformer import Mamba3Transformer
 from mamba3lite.training.checkpoint import (
     load_model,
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision")]
 SIZES = {"head_dim": 16, "state_dim": 16, "chunk_size": 16}
 TRAINING = TrainingConfig(total_steps=10, lr=1e-2)
 
-every_dispatch = pytest.mark.parametrize("dispatch", ["pytorch", "triton"])
+every_dispatch = pytest.mark.parametrize("dispatch", ["pytorch", "triton", "fused"])
 every_precision = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 
 
@@ -52,15 +52,22 @@ def four_steps(model, optimizer, bf16: bool) -> list[float]:
 
 
 @pytest.fixture
-def launches(monkeypatch) -> list[int]:
-    """One entry for every launch of the triton kernel."""
+def launches(monkeypatch) -> list[str]:
+    """The dispatch of every kernel launched forward that writes outputs."""
     launched, launch = [], ssd_triton._per_chunk_ssd_triton_forward
+    output = ssd_fused._output_kernel
 
     def counted(*args):
-        launched.append(1)
+        launched.append("triton")
         return launch(*args)
 
+    class Counted:
+        def __getitem__(self, grid):
+            launched.append("fused")
+            return output[grid]
+
     monkeypatch.setattr(ssd_triton, "_per_chunk_ssd_triton_forward", counted)
+    monkeypatch.setattr(ssd_fused, "_output_kernel", Counted())
     return launched
 
 
@@ -76,7 +83,8 @@ def test_every_dispatch_runs_without_warning(dispatch, bf16, launches):
             model(tokens, targets=targets, doc_ids=doc_ids).backward()
     assert logits.dtype == torch.float32
     assert {state.dtype for state in states} == {torch.complex64}
-    assert len(launches) == (2 * len(model.layers) if dispatch == "triton" else 0)
+    runs = 0 if dispatch == "pytorch" else 2 * len(model.layers)
+    assert launches == [dispatch] * runs
     for name, p in model.named_parameters():
         assert p.grad.isfinite().all() and p.grad.norm() > 0, name
 
@@ -92,13 +100,12 @@ def test_four_training_steps(dispatch, bf16):
 
 
 @every_precision
-def test_the_dispatches_train_alike(bf16):
-    losses = {}
-    for dispatch in ("pytorch", "triton"):
-        model = gpu_model(dispatch)
-        losses[dispatch] = four_steps(model, build_optimizer(model, TRAINING), bf16)
-    tolerance = 2e-2 if bf16 else 1e-3
-    assert losses["triton"] == pytest.approx(losses["pytorch"], rel=tolerance)
+@pytest.mark.parametrize("dispatch", ["triton", "fused"])
+def test_the_dispatches_train_alike(dispatch, bf16):
+    losses = []
+    for model in (gpu_model("pytorch"), gpu_model(dispatch)):
+        losses.append(four_steps(model, build_optimizer(model, TRAINING), bf16))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2 if bf16 else 1e-3)
 
 
 @every_dispatch

@@ -132,11 +132,12 @@ def test_under_autocast_the_second_run_is_cast_as_the_first():
         assert torch.equal(again[name], grad), name
 
 
-def test_a_fallback_warns_once_although_blocks_run_twice():
-    """Six states are no tile of the kernel."""
+@pytest.mark.parametrize("dispatch", ["triton", "fused"])
+def test_a_fallback_warns_once_although_blocks_run_twice(dispatch):
+    """Six states are no tile of a kernel."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loss_and_gradients(model(grad_checkpoint=True, ssd_dispatch="triton"), True)
+        loss_and_gradients(model(grad_checkpoint=True, ssd_dispatch=dispatch), True)
     assert sum(issubclass(w.category, RuntimeWarning) for w in caught) == 3
 
 

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mamba3lite.models import ssd_triton
 from mamba3lite.models.ssd_complex import (
     _discretise,
     causal_decay,
@@ -1039,6 +1040,10 @@ def test_complex_half_precision_is_refused(scan):
             {"ssd_dispatch": "triton", "precision": "bf16"},
             "precision 'bf16' None 'ieee' 'tf32'",
         ),
+        (
+            {"ssd_dispatch": "fused", "precision": "fp16"},
+            "precision 'fp16' None 'ieee' 'tf32' 'bf16'",
+        ),
     ],
     ids=str,
 )
@@ -1055,10 +1060,12 @@ def test_precision_ieee_is_the_default():
     assert torch.equal(ssd_complex_chunkwise(*case, precision=None), expected)
 
 
-def test_a_kernel_that_is_not_there_is_an_import_error():
+@pytest.mark.parametrize("dispatch", ["triton", "fused"])
+def test_a_kernel_that_is_not_there_is_an_import_error(dispatch, monkeypatch):
     """The function itself never falls back; the message says what runs instead."""
-    with pytest.raises(ImportError, match=r"'fused'.*ssd_dispatch='pytorch'"):
-        ssd_complex_chunkwise(**small(), ssd_dispatch="fused")
+    monkeypatch.setattr(ssd_triton, "HAS_TRITON", False)
+    with pytest.raises(ImportError, match=r"triton.*ssd_dispatch='pytorch'"):
+        ssd_complex_chunkwise(**small(), ssd_dispatch=dispatch)
 
 
 # ---------------------------------------------------------------- on a GPU

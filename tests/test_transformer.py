@@ -651,7 +651,7 @@ def test_a_cast_that_drops_the_rotation_is_refused(dtype):
 
 @pytest.mark.parametrize("dispatch", ["triton", "fused"])
 def test_a_dispatch_that_cannot_run_warns_once_a_block_and_runs(dispatch):
-    """No tile of the triton kernel has six states; "fused" is not there at all."""
+    """No tile of a kernel has six states."""
     expected = random_model()
     model, tokens = random_model(ssd_dispatch=dispatch), random_tokens()
     with warnings.catch_warnings(record=True) as caught:
@@ -695,7 +695,11 @@ def test_any_other_failure_of_the_scan_is_not_hidden(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("backend", "changes"),
-    [("aot_eager", {"ssd_dispatch": "triton"}), ("inductor", {"n_layers": 1})],
+    [
+        ("aot_eager", {"ssd_dispatch": "triton"}),
+        ("aot_eager", {"ssd_dispatch": "fused"}),
+        ("inductor", {"n_layers": 1}),
+    ],
 )
 def test_the_compiled_model_is_one_graph_with_the_same_loss(backend, changes):
     """fullgraph: no break, neither at a check nor at the one warning of a fallback."""
