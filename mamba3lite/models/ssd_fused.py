@@ -11,6 +11,8 @@ __all__ = ["ssd_fused"]
 
 
 # %% notebooks/06_rotary_fusion.py#the-tools
+from contextlib import contextmanager
+
 import torch
 from jaxtyping import Bool, Complex, Float
 from torch import Tensor
@@ -70,8 +72,8 @@ if HAS_TRITON:
     def _softplus(dt):
         """log(1 + exp(dt)), accurate also where it is tiny."""
         e = tl.exp(-tl.abs(dt))
-        series = e * (1.0 - e * (0.5 - e * (1.0 / 3.0)))
-        return tl.maximum(dt, 0.0) + tl.where(e < 1e-3, series, tl.log(1.0 + e))
+        series = e * (1.0 - e * (1.0 / 2.0 - e * (1.0 / 3.0 - e * (1.0 / 4.0))))
+        return tl.maximum(dt, 0.0) + tl.where(e < 1e-2, series, tl.log(1.0 + e))
 
     @triton.jit
     def _gates(
@@ -115,7 +117,8 @@ if HAS_TRITON:
     @triton.jit
     def _edges(U, document):
         """Decay from the chunk's entry to each step, to its end, and all through."""
-        U_last, last = tl.min(U, 0), tl.max(document, 0)
+        end = tl.arange(0, U.shape[0]) == U.shape[0] - 1
+        U_last, last = tl.sum(tl.where(end, U, 0.0), 0), tl.max(document, 0)
         grown = tl.where(document == 0, tl.exp(U), 0.0)
         left = tl.where(document == last, tl.exp(U_last - U), 0.0)
         return grown, left, tl.where(last == 0, tl.exp(U_last), 0.0)
@@ -213,8 +216,12 @@ if HAS_TRITON:
         chunk back.
         """
         parts: tl.constexpr = (D // BLOCK_D) * (N // BLOCK_N)
-        part = tl.program_id(0) % parts
-        sequence = tl.program_id(0) // parts
+        # One axis for all: the second one of a grid ends at 65,535.
+        start, stop, program = 0, n_chunks, tl.program_id(0)
+        if not WALK:
+            start = program % n_chunks
+            stop, program = start + 1, program // n_chunks
+        part, sequence = program % parts, program // parts
         b, h = sequence // H, sequence % H
         d = part % (D // BLOCK_D) * BLOCK_D + tl.arange(0, BLOCK_D)
         n = part // (D // BLOCK_D) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -230,10 +237,6 @@ if HAS_TRITON:
             S_re = tl.load(edge_ptr + at_edge)
             S_im = tl.load(edge_ptr + at_edge + 1)
         kind = states_ptr.dtype.element_ty
-        start, stop = 0, n_chunks
-        if not WALK:
-            start = tl.program_id(1)
-            stop = start + 1
         for i in range(start, stop):
             chunk = i
             if WALK and REVERSE:
@@ -331,6 +334,19 @@ def _modes(precision: str, reset: Tensor | None) -> dict[str, object]:
 
 
 # %% notebooks/06_rotary_fusion.py#walk-or-pass
+@contextmanager
+def _launching(proj: Tensor, D: int, N: int, chunk_size: int):
+    """Launch on the device of proj; a tile that it cannot hold is KernelUnavailable."""
+    try:
+        with torch.cuda.device_of(proj):
+            yield
+    except triton.OutOfResources as error:
+        raise KernelUnavailable(
+            f"ssd_fused: head_dim={D}, state_dim={N}, chunk_size={chunk_size} do not "
+            f"fit this GPU ({error}). Use ssd_dispatch='pytorch' for this config."
+        ) from error
+
+
 def _states(proj, A, reset, edge, dy, D, N, chunk_size, precision, reverse):
     """The state entering every chunk and the last one; or, reversed, their gradients.
 
@@ -352,7 +368,7 @@ def _states(proj, A, reset, edge, dy, D, N, chunk_size, precision, reverse):
         added = proj.new_empty(states.shape, dtype=torch.float32)
         keep = proj.new_empty(batch, n_chunks, H, 2, dtype=torch.float32)
     edge_ptr = out if edge is None else torch.view_as_real(edge.contiguous())
-    _states_kernel[(batch * H * parts, 1 if walk else n_chunks)](
+    _states_kernel[(batch * H * parts * (1 if walk else n_chunks),)](
         proj, torch.view_as_real(A), proj if reset is None else reset,
         proj if dy is None else dy, edge_ptr, added, keep, out,
         time, H, width, n_chunks, D=D, N=N, BLOCK_C=chunk_size, WALK=walk,
@@ -594,18 +610,18 @@ def _ssd_fused(
     """y, the final states, and the states entering each chunk, which backward reads."""
     batch, time, width = proj.shape
     D, N, H = head_dim, state_dim, A.shape[0]
-    proj = proj.contiguous()
-    A = A.contiguous()
+    proj, A = proj.contiguous(), A.contiguous()
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
-    states, final = _states(
-        proj, A, flags, initial_states, None, D, N, chunk_size, precision, False
-    )
     y = proj.new_empty(batch, time, H, D)
-    _output_kernel[(states.shape[1] * batch * H,)](
-        proj, torch.view_as_real(A), proj if reset is None else flags, states, y,
-        time, H, width, states.shape[1], D=D, N=N, BLOCK_C=chunk_size,
-        **_modes(precision, reset), **_launch("output", precision, D, N),
-    )  # fmt: skip
+    with _launching(proj, D, N, chunk_size):
+        states, final = _states(
+            proj, A, flags, initial_states, None, D, N, chunk_size, precision, False
+        )
+        _output_kernel[(states.shape[1] * batch * H,)](
+            proj, torch.view_as_real(A), proj if reset is None else flags, states, y,
+            time, H, width, states.shape[1], D=D, N=N, BLOCK_C=chunk_size,
+            **_modes(precision, reset), **_launch("output", precision, D, N),
+        )  # fmt: skip
     return y, torch.view_as_complex(final), states
 
 
@@ -642,16 +658,18 @@ def _ssd_fused_backward(
     batch, n_chunks = states.shape[:2]
     proj, A, dy = proj.contiguous(), A.contiguous(), dy.contiguous()
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
-    dstates, dinitial = _states(
-        proj, A, flags, dfinal, dy, D, N, chunk_size, precision, True
-    )
     dproj = torch.empty_like(proj)
     shares = proj.new_empty(batch * n_chunks, H, 2, dtype=torch.float32)
-    _backward_kernel[(batch * n_chunks * H,)](
-        proj, torch.view_as_real(A), proj if reset is None else flags, states, dstates,
-        dy, dproj, shares, time, H, width, n_chunks, D=D, N=N, BLOCK_C=chunk_size,
-        **_modes(precision, reset), **_launch("backward", precision, D, N),
-    )  # fmt: skip
+    with _launching(proj, D, N, chunk_size):
+        dstates, dinitial = _states(
+            proj, A, flags, dfinal, dy, D, N, chunk_size, precision, True
+        )
+        _backward_kernel[(batch * n_chunks * H,)](
+            proj, torch.view_as_real(A), proj if reset is None else flags, states,
+            dstates, dy, dproj, shares, time, H, width, n_chunks, D=D, N=N,
+            BLOCK_C=chunk_size, **_modes(precision, reset),
+            **_launch("backward", precision, D, N),
+        )  # fmt: skip
     return dproj, torch.view_as_complex(shares.sum(0)), torch.view_as_complex(dinitial)
 
 
@@ -660,7 +678,7 @@ def _fake_ssd_fused_backward(
     proj, A, reset, states, dy, dfinal, head_dim, state_dim, chunk_size, precision
 ):
     shape = proj.shape[0], A.shape[0], head_dim, state_dim
-    return torch.empty_like(proj), torch.empty_like(A), A.new_empty(shape)
+    return proj.new_empty(proj.shape), A.new_empty(A.shape), A.new_empty(shape)
 
 
 def _save(ctx, inputs, output):
