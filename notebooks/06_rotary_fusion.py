@@ -1023,8 +1023,7 @@ assert error_one > 5 * error_two and error_two < 5e-7
 # ## Decay with documents
 # $L$ of notebook 03, and three factors for states: from the chunk's entry to each step,
 # from each step to the end, and all the way through. A pair of different documents
-# is masked in the exponent, like the future. $U$ falls, so its last value is its
-# smallest.
+# is masked in the exponent, like the future.
 
 # %% tags=["export"]
 if HAS_TRITON:

@@ -22,8 +22,10 @@ from mamba3lite.models import (
     transformer,
 )
 
-MODULES = ("ssd_complex", "ssd_triton", "ssd_fused", "mimo", "mamba_block")
-MODULES += ("transformer",)
+MODULES = [
+    *("ssd_complex", "ssd_triton", "ssd_fused"),
+    *("mimo", "mamba_block", "transformer"),
+]
 SMALL = {"vocab_size": 37, "d_model": 16, "n_layers": 1, "n_heads": 2, "head_dim": 4}
 SMALL |= {"state_dim": 4, "chunk_size": 8, "ffn_dim": 24}
 
