@@ -836,6 +836,7 @@ def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):
     from mamba3lite.models.ssd_triton import per_chunk_ssd_triton
 
     Xc, A_log = Xc.to(Bc.dtype), A_log.to(Bc.dtype)
+    precision = precision or _PRECISIONS_OF[ssd_dispatch][0]
     return per_chunk_ssd_triton(
         Bc, Cc, Xc, A_log, decay_states, input_precision=precision
     )

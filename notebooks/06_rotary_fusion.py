@@ -290,9 +290,9 @@ assert counts["four"][1] == 2 * counts["one"][1] == 4 * 2 * 48 * 48 * 5
 # %% [markdown]
 # ## A real scan with twice the state
 # Put $q$ and $k$ into the chunkwise algorithm. The state becomes real too: $D \times
-# 2N$, a real half and an imaginary half. Write $\operatorname{rot}_V (a, b) = (a \cos V
-# - b \sin V,\ a \sin V + b \cos V)$ for the turn of such a pair. Per chunk, with $G$
-# the state that enters it:
+# 2N$, a real half and an imaginary half. Write $\operatorname{rot}_V (a, b) = (a
+# \cos V - b \sin V,\ a \sin V + b \cos V)$ for the turn of such a pair. Per chunk,
+# with $G$ the state that enters it:
 #
 # $$\begin{aligned}
 # Y_{\text{diag}} &= \big( (q k^\top) \odot L \big) X ,
