@@ -33,8 +33,11 @@ from torch import Tensor
 
 import mamba3lite
 from mamba3lite.models import ssd_fused, ssd_triton
+from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.ssd_complex import (
+    _PRECISIONS_OF,
     KernelUnavailable,
+    _as_columns,
     _exp,
     _log_decay,
     _to_chunks,
@@ -118,28 +121,30 @@ def block_scan(
     The fused kernels read the projection as it lies. For the others it is cast to
     float32, cut into streams and assembled into complex tensors; that time is theirs.
     """
-    H, D, N = shape.H, shape.D, shape.N
     if ssd_dispatch == "fused":
-        sizes = {"n_heads": H, "head_dim": D, "state_dim": N}
+        sizes = {"n_heads": shape.H, "head_dim": shape.D, "state_dim": shape.N}
         return ssd_fused.ssd_fused(
             proj, A, **sizes, chunk_size=shape.chunk, precision=precision
         )
-    columns = [H * D, *[H * N] * 4, H]
-    x, B_re, B_im, C_re, C_im, dt = proj.float().split(columns, dim=-1)
-    heads = (H, -1)
+    x, B_t, C_t, dt = streams_of(proj.float(), shape)
     # PyTorch's own products follow the process-wide setting instead.
     precision = precision if ssd_dispatch == "triton" else None
     y = ssd_complex_chunkwise(
-        x.unflatten(-1, heads),
-        A,
-        torch.complex(B_re, B_im).unflatten(-1, heads),
-        torch.complex(C_re, C_im).unflatten(-1, heads),
-        dt,
-        shape.chunk,
-        ssd_dispatch,
-        precision=precision,
+        x, A, B_t, C_t, dt, shape.chunk, ssd_dispatch, precision=precision
     )
     return y.to(proj.dtype)
+
+
+def cut_columns(proj: Tensor, shape: Shape) -> list[Tensor]:
+    """x, Re B, Im B, Re C, Im C, dt of a projection, each (B, T, H, columns)."""
+    columns = [shape.H * n for n in (shape.D, *[shape.N] * 4, 1)]
+    return [z.unflatten(-1, (shape.H, -1)) for z in proj.split(columns, dim=-1)]
+
+
+def streams_of(proj: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, B_t, C_t and dt of a projection in single or double precision."""
+    x, B_re, B_im, C_re, C_im, dt = cut_columns(proj, shape)
+    return x, torch.complex(B_re, B_im), torch.complex(C_re, C_im), dt.squeeze(-1)
 
 
 def rotated(
@@ -150,13 +155,13 @@ def rotated(
     The rotation is done here, over the whole sequence in float64 (notebook 06); a
     kernel for real decays gives the same y from these four.
     """
-    x, B_re, B_im, C_re, C_im, dt = cut_columns(proj, shape)
-    log_decay = _log_decay(dt.squeeze(-1).float(), A, None)
+    x, B_t, C_t, dt = streams_of(proj.double(), shape)
+    log_decay = _log_decay(dt.float(), A, None)
     turn = torch.polar(torch.ones_like(log_decay.imag), log_decay.imag.cumsum(1))
-    k = torch.complex(B_re.double(), B_im.double()) * turn.conj().unsqueeze(-1)
-    q = torch.complex(C_re.double(), C_im.double()) * turn.unsqueeze(-1)
+    k, q = B_t * turn.conj().unsqueeze(-1), C_t * turn.unsqueeze(-1)
     q, k = torch.cat([q.real, -q.imag], -1), torch.cat([k.real, k.imag], -1)
-    return q.to(proj.dtype), k.to(proj.dtype), x.contiguous(), log_decay.real.float()
+    q, k, v = (z.to(proj.dtype).contiguous() for z in (q, k, x))
+    return q, k, v, log_decay.real.float()
 
 
 def peers_here() -> dict[str, Callable]:
@@ -174,15 +179,8 @@ def unavailable(kernel: str, shape: Shape, device: torch.device) -> str | None:
         return "triton is not installed"
     if device.type != "cuda" or ssd_triton._interpreted():
         return "no compiled kernels here; the interpreter says nothing about speed"
-    checks = {
-        "triton": ssd_triton._check_block_dims,
-        "fused": ssd_fused._check_fused_dims,
-    }
-    try:
-        checks[kernel](shape.D, shape.N, shape.chunk)
-    except KernelUnavailable as error:
-        return str(error)
-    return None
+    sizes = (shape.D, shape.N, shape.chunk)
+    return _unavailable(kernel, sizes, torch.float32, device)
 
 
 # --------------------------------------------------------------------------------------
@@ -213,8 +211,7 @@ def part_inputs(part: str, shape: Shape, device: torch.device) -> list[Tensor]:
     if part == "per_chunk":
         return chunk_inputs(inputs, shape.chunk)
     x, A, B_t, C_t, dt = inputs
-    columns = (x, B_t.real, B_t.imag, C_t.real, C_t.imag, dt.unsqueeze(-1))
-    proj = torch.cat([z.flatten(2) for z in columns], dim=-1)
+    proj = _as_columns(x, B_t, C_t, dt)
     return [proj.bfloat16() if part == "block_bf16" else proj, A]
 
 
@@ -425,6 +422,14 @@ def floor_ms(need: dict, ceiling: dict, name: str, precision: str) -> float:
     return max(memory, need[f"{name}_flops"] / rate / 1e9)
 
 
+def floors(need: dict, ceiling: dict, precision: str) -> dict[str, float]:
+    """The floors of a row."""
+    return {
+        f"{name}_floor_ms": floor_ms(need, ceiling, name, precision)
+        for name in ("forward", "forward_backward")
+    }
+
+
 # --------------------------------------------------------------------------------------
 # The run
 
@@ -477,17 +482,10 @@ def oracle(part: str, inputs: list[Tensor], shape: Shape) -> tuple:
         return with_gradients(lambda *args: ssd_naive_complex(*args).real, double)()
 
     def naive(proj: Tensor, A: Tensor) -> Tensor:
-        x, B_re, B_im, C_re, C_im, dt = cut_columns(proj, shape)
-        B_t, C_t = torch.complex(B_re, B_im), torch.complex(C_re, C_im)
-        return ssd_naive_complex(x, A, B_t, C_t, dt.squeeze(-1)).real
+        x, B_t, C_t, dt = streams_of(proj, shape)
+        return ssd_naive_complex(x, A, B_t, C_t, dt).real
 
     return with_gradients(naive, double)()
-
-
-def cut_columns(proj: Tensor, shape: Shape) -> list[Tensor]:
-    """x, Re B, Im B, Re C, Im C, dt of a projection, each (B, T, H, columns)."""
-    columns = [shape.H * n for n in (shape.D, *[shape.N] * 4, 1)]
-    return [z.unflatten(-1, (shape.H, -1)) for z in proj.split(columns, dim=-1)]
 
 
 def parts_of(part: str, result: tuple, shape: Shape) -> list[Tensor]:
@@ -495,9 +493,7 @@ def parts_of(part: str, result: tuple, shape: Shape) -> list[Tensor]:
     outputs, gradients = result
     if not part.startswith("block"):
         return [*outputs, *gradients]
-    x, B_re, B_im, C_re, C_im, dt = cut_columns(in_double(gradients[0]), shape)
-    B, C = torch.complex(B_re, B_im), torch.complex(C_re, C_im)
-    return [*outputs, x, B, C, dt, gradients[1]]
+    return [*outputs, *streams_of(in_double(gradients[0]), shape), gradients[1]]
 
 
 def measure_rows(
@@ -525,9 +521,7 @@ def measure_rows(
                     continue
                 row |= {"part": part, "version": name, "precision": precision}
                 row["errors"] = errors(part, got, wanted, checked)
-                for pass_ in ("forward", "forward_backward"):
-                    row[f"{pass_}_floor_ms"] = floor_ms(need, ceiling, pass_, precision)
-                rows.append(row)
+                rows.append(row | floors(need, ceiling, precision))
                 say(describe(row))
     return rows
 
@@ -552,9 +546,7 @@ def measure_peers(
             y = run(*rotated(proj, A, checked))
         row |= {"part": part, "version": name, "precision": "bf16"}
         row["errors"] = {"y": relative_error(y, wanted)}
-        for pass_ in ("forward", "forward_backward"):
-            row[f"{pass_}_floor_ms"] = floor_ms(need, ceiling, pass_, "bf16")
-        rows.append(row)
+        rows.append(row | floors(need, ceiling, "bf16"))
         say(describe(row))
     return rows
 
@@ -597,21 +589,24 @@ def sweep_launches(shape: Shape, device: torch.device, say: Callable) -> list[di
     knobs = ("TRITON_PER_CHUNK_NUM_WARPS", "TRITON_PER_CHUNK_NUM_STAGES")
     before = {name: os.environ.get(name) for name in knobs}
     rows = []
-    for precision, warps, stages in product(PRECISIONS, (2, 4, 8), (1, 2)):
-        os.environ |= dict(zip(knobs, (str(warps), str(stages)), strict=True))
-        run = partial(
-            ssd_triton.per_chunk_ssd_triton, *inputs, input_precision=precision
-        )
-        row = {"precision": precision, "warps": warps, "stages": stages}
-        try:
-            row["forward_ms"] = measure(captured(run), device)
-        except KernelUnavailable as error:
-            say(f"{row} does not fit: {error}")
-            continue
-        rows.append(row)
-        say(f"{row | {'forward_ms': row['forward_ms']['median']}}")
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    choices = product(_PRECISIONS_OF["triton"], (2, 4, 8), (1, 2))
+    try:
+        for precision, warps, stages in choices:
+            os.environ |= dict(zip(knobs, (str(warps), str(stages)), strict=True))
+            run = partial(
+                ssd_triton.per_chunk_ssd_triton, *inputs, input_precision=precision
+            )
+            row = {"precision": precision, "warps": warps, "stages": stages}
+            try:
+                row["forward_ms"] = measure(captured(run), device)
+            except KernelUnavailable as error:
+                say(f"{row} does not fit: {error}")
+                continue
+            rows.append(row)
+            say(f"{row | {'forward_ms': row['forward_ms']['median']}}")
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
     return rows
 
 

@@ -135,8 +135,9 @@ def generate(
     """Continue a prompt with a trained model."""
     from mamba3lite.generate import OptionError, TextStream, check_options, stream
     from mamba3lite.training.checkpoint import CheckpointError
+    from mamba3lite.training.config import ConfigError
 
-    with one_line_errors("generate", OptionError, CheckpointError):
+    with one_line_errors("generate", OptionError, CheckpointError, ConfigError):
         check_options(max_new_tokens, temperature, top_k, top_p, seed)
         model, tokenizer = load_for_generation(checkpoint, to_stderr)
         prompt_ids = tokenizer.encode_bytes(bytes_of_argument(prompt))

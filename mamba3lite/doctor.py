@@ -1,7 +1,6 @@
 """Is everything here, and do the kernels of this device compute the right thing?"""
 
 import importlib.metadata
-import math
 import platform
 from collections.abc import Callable
 from functools import partial
@@ -10,9 +9,11 @@ import torch
 from torch import Tensor
 
 import mamba3lite
+from mamba3lite.bench import Shape, errors, oracle, random_inputs, with_gradients
 from mamba3lite.models import ssd_triton
-from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
+from mamba3lite.models.ssd_complex import ssd_complex_chunkwise
 
+SHAPE = Shape(B=2, T=150, H=2, D=64, N=64, chunk=64)  # ends inside a chunk
 PACKAGES = ("triton", "numpy", "safetensors", "tiktoken", "pydantic", "matplotlib")
 # Relative error by norm that each dispatch and precision must stay below: outputs and
 # most gradients, the gradient of dt, the gradient of A.
@@ -41,10 +42,10 @@ def examine(say: Callable[[str], None]) -> bool:
         if reason := why_not(dispatch, device):
             say(f"{name}: not checked, {reason}")
             continue
-        errors = scan_errors(dispatch, precision, device)
-        worst = {key: errors[key] for key, limit in allowed(limits).items()
-                 if not errors[key] <= limit}  # fmt: skip
-        shown = ", ".join(f"{key} {error:.1e}" for key, error in errors.items())
+        found = scan_errors(dispatch, precision, device)
+        worst = {key: found[key] for key, limit in allowed(limits).items()
+                 if not found[key] <= limit}  # fmt: skip
+        shown = ", ".join(f"{key} {error:.1e}" for key, error in found.items())
         say(f"{name}: {'wrong' if worst else 'right'} ({shown})")
         if worst:
             healthy = False
@@ -103,30 +104,17 @@ def scan_errors(dispatch: str, precision: str, device: torch.device) -> dict:
     Random steps and decays, a length that ends inside a chunk; bf16 gets inputs that
     bfloat16 can hold, for the oracle too.
     """
-    inputs = random_inputs(device)
+    inputs = random_inputs(SHAPE, device)
     if precision == "bf16":
         inputs = [rounded_to_bf16(z) if i != 1 else z for i, z in enumerate(inputs)]
     scan = partial(
-        ssd_complex_chunkwise, chunk_size=64, ssd_dispatch=dispatch, precision=precision
+        ssd_complex_chunkwise,
+        chunk_size=SHAPE.chunk,
+        ssd_dispatch=dispatch,
+        precision=precision,
     )
-    got = values_and_gradients(scan, inputs)
-    double = [z.to(torch.complex128 if z.is_complex() else torch.float64)
-              for z in inputs]  # fmt: skip
-    wanted = values_and_gradients(lambda *args: ssd_naive_complex(*args).real, double)
-    names = ("y", "dx", "dA", "dB", "dC", "ddt")
-    pairs = zip(got, wanted, strict=True)
-    errors = [float((a.to(b.dtype) - b).norm() / b.norm()) for a, b in pairs]
-    return dict(zip(names, errors, strict=True))
-
-
-def random_inputs(device: torch.device) -> list[Tensor]:
-    """x, A, B_t, C_t, dt: two sequences of 150 tokens, 2 heads, D = N = 64."""
-    g = torch.Generator(device).manual_seed(0)
-    draw = partial(torch.randn, device=device, generator=g)
-    rate = torch.logspace(-3, math.log10(2), 2, device=device)
-    A = torch.complex(-rate, torch.tensor([2.5, -1.0], device=device))
-    B_t, C_t = (draw(2, 150, 2, 64, dtype=torch.complex64) for _ in range(2))
-    return [draw(2, 150, 2, 64), A, B_t, C_t, draw(2, 150, 2)]
+    got, wanted = with_gradients(scan, inputs)(), oracle("scan", inputs, SHAPE)
+    return errors("scan", got, wanted, SHAPE)
 
 
 def rounded_to_bf16(z: Tensor) -> Tensor:
@@ -134,15 +122,6 @@ def rounded_to_bf16(z: Tensor) -> Tensor:
     if z.is_complex():
         return torch.view_as_complex(torch.view_as_real(z).bfloat16().float())
     return z.bfloat16().float()
-
-
-def values_and_gradients(scan: Callable, inputs: list[Tensor]) -> list[Tensor]:
-    """The output and the gradient of every input, for one fixed weighting."""
-    leaves = [z.detach().clone().requires_grad_() for z in inputs]
-    y = scan(*leaves)
-    g = torch.Generator(y.device).manual_seed(1)
-    weights = torch.randn(y.shape, device=y.device, generator=g)
-    return [y.detach(), *torch.autograd.grad(y, leaves, weights.to(y.dtype))]
 
 
 def advice(dispatch: str, precision: str, worst: dict[str, float]) -> str:

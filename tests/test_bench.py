@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -300,3 +301,21 @@ def test_training_steps_of_a_model_are_rows(tmp_path):
     assert abs(first["first_loss"] - math.log(257)) < 0.5
     assert first["last_loss"] < first["first_loss"]
     assert first["peak_gb"] > 0 and len(said) == 1
+
+
+@cpu_only
+def test_the_sweep_takes_every_launch_the_kernel_offers(monkeypatch):
+    """Precisions of the kernel itself; the variables are as they were, also after."""
+    monkeypatch.setattr(bench, "captured", lambda run: run)
+    monkeypatch.setattr(bench, "measure", lambda run, device: run() and {"median": 1.0})
+    monkeypatch.setenv("TRITON_PER_CHUNK_NUM_WARPS", "16")
+    monkeypatch.delenv("TRITON_PER_CHUNK_NUM_STAGES", raising=False)
+    rows = bench.sweep_launches(bench.Shape(1, 16, 1, 16, 16, 16), CPU, lambda _: None)
+    assert [(row["precision"], row["warps"], row["stages"]) for row in rows] == [
+        (precision, warps, stages)
+        for precision in ("ieee", "tf32")
+        for warps in (2, 4, 8)
+        for stages in (1, 2)
+    ]
+    assert os.environ["TRITON_PER_CHUNK_NUM_WARPS"] == "16"
+    assert "TRITON_PER_CHUNK_NUM_STAGES" not in os.environ

@@ -65,7 +65,7 @@ from mamba3lite.models.ssd_triton import (
     per_chunk_ssd_triton,
 )
 from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
-from mamba3lite.training.config import TrainingConfig, check_config
+from mamba3lite.training.config import ConfigError, TrainingConfig, check_config
 from mamba3lite.training.optim import build_optimizer, learning_rate, set_learning_rate
 from mamba3lite.training.pretrain import _enforce_triton_env_var, train_step
 
@@ -1002,6 +1002,14 @@ class TestEnableTritonKernelsForceBack:
             f"[warn] ssd_dispatch='{dispatch}' requires ENABLE_TRITON_KERNELS=1; "
             "forcing ssd_dispatch='pytorch' for this run."
         ]
+
+    def test_a_launch_variable_that_is_no_number_is_refused(self, monkeypatch):
+        """Before a model is built, in training and in generation."""
+        monkeypatch.setenv("ENABLE_TRITON_KERNELS", "1")
+        monkeypatch.setenv("TRITON_PER_CHUNK_NUM_STAGES", "two")
+        with pytest.raises(ConfigError, match="NUM_STAGES is 'two'"):
+            _enforce_triton_env_var(SMALL | {"ssd_dispatch": "triton"}, print)
+        _enforce_triton_env_var(SMALL | {"ssd_dispatch": "fused"}, print)
 
     @pytest.mark.parametrize("dispatch", ["triton", "fused"])
     def test_an_enabled_kernel_passes(self, dispatch, monkeypatch):

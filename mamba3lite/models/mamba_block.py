@@ -145,7 +145,7 @@ class Mamba3Block(nn.Module):
         Float[Tensor, "B T H D"]
         | tuple[Float[Tensor, "B T H D"], Complex[Tensor, "B H D N"]]
     ):
-        """Slice the projection and scan it: the only place that does either."""
+        """Scan the projection by the configured dispatch, or fall back to PyTorch."""
         if not self.A.is_complex():
             raise TypeError(
                 f"layer {self.layer_idx}: A is {self.A.dtype}, its rotation is gone; "

@@ -377,14 +377,16 @@ class KernelUnavailable(ValueError):
     """
 
 
-def _check_precision(ssd_dispatch: str, precision: str | None) -> None:
-    """Refuse a precision that the dispatch does not offer; None is its default."""
+def _check_precision(ssd_dispatch: str, precision: str | None) -> str:
+    """The precision, or the default of the dispatch for None; refuses what it lacks."""
     offered = _PRECISIONS_OF[ssd_dispatch]
-    if precision is not None and precision not in offered:
+    precision = offered[0] if precision is None else precision
+    if precision not in offered:
         raise ValueError(
             f"precision is {precision!r}; ssd_dispatch={ssd_dispatch!r} takes None or "
             + " or ".join(map(repr, offered))
         )
+    return precision
 
 
 def _check_dispatch(ssd_dispatch: str, chunk_size: int, precision: str | None) -> None:
@@ -499,6 +501,12 @@ def _scan_chunks(
     return y.flatten(1, 2)[:, :time], final_states
 
 
+def _as_columns(x, B_t, C_t, dt) -> Float[Tensor, "B T columns"]:
+    """The streams side by side, as the projection of a block has them."""
+    streams = (x, B_t.real, B_t.imag, C_t.real, C_t.imag, dt.unsqueeze(-1))
+    return torch.cat([z.flatten(2) for z in streams], dim=-1)
+
+
 def _scan_fused(x, A, B_t, C_t, dt, chunk_size, precision, initial_states, reset):
     """The scan of notebook 06, on columns laid out as it reads them."""
     from mamba3lite.models.ssd_fused import ssd_fused  # only now: it imports triton
@@ -508,15 +516,14 @@ def _scan_fused(x, A, B_t, C_t, dt, chunk_size, precision, initial_states, reset
             f"x is {x.dtype}; ssd_dispatch='fused' takes a real x; use 'pytorch' or "
             "'triton'"
         )
-    columns = (x, B_t.real, B_t.imag, C_t.real, C_t.imag, dt.unsqueeze(-1))
     return ssd_fused(
-        torch.cat([z.flatten(2) for z in columns], dim=-1),
+        _as_columns(x, B_t, C_t, dt),
         A,
         n_heads=x.shape[2],
         head_dim=x.shape[3],
         state_dim=B_t.shape[3],
         chunk_size=chunk_size,
-        precision=precision or _PRECISIONS_OF["fused"][0],
+        precision=precision,
         initial_states=initial_states,
         return_final_states=True,
         reset=reset,
@@ -536,7 +543,6 @@ def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):
     from mamba3lite.models.ssd_triton import per_chunk_ssd_triton
 
     Xc, A_log = Xc.to(Bc.dtype), A_log.to(Bc.dtype)
-    precision = precision or _PRECISIONS_OF[ssd_dispatch][0]
     return per_chunk_ssd_triton(
         Bc, Cc, Xc, A_log, decay_states, input_precision=precision
     )

@@ -29,6 +29,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from mamba3lite.models.ssd_triton import _turn
+
 
 # %% notebooks/06_rotary_fusion.py#what-the-matrix-units-read
 if HAS_TRITON:
@@ -132,17 +134,15 @@ if HAS_TRITON:
         """A complex tile, its halves `width` columns apart, times turn, row by row."""
         re = tl.load(ptr + at, mask=here[:, None], other=0.0).to(tl.float32)
         im = tl.load(ptr + width + at, mask=here[:, None], other=0.0).to(tl.float32)
-        turn_re, turn_im = turn_re[:, None], turn_im[:, None]
-        return re * turn_re - im * turn_im, re * turn_im + im * turn_re
+        return _turn(re, im, turn_re, turn_im)
 
     @triton.jit
     def _store_turned(ptr, width, at, here, re, im, turn_re, turn_im):
         """The way back: (re + i im) times turn, stored as two halves."""
-        turn_re, turn_im = turn_re[:, None], turn_im[:, None]
         kind = ptr.dtype.element_ty
-        back_re, back_im = re * turn_re - im * turn_im, re * turn_im + im * turn_re
-        tl.store(ptr + at, back_re.to(kind), mask=here[:, None])
-        tl.store(ptr + width + at, back_im.to(kind), mask=here[:, None])
+        re, im = _turn(re, im, turn_re, turn_im)
+        tl.store(ptr + at, re.to(kind), mask=here[:, None])
+        tl.store(ptr + width + at, im.to(kind), mask=here[:, None])
 
 
 # %% notebooks/06_rotary_fusion.py#what-a-chunk-adds
@@ -768,7 +768,7 @@ def ssd_fused(
     head_dim: int,
     state_dim: int,
     chunk_size: int = 64,
-    precision: str = "tf32",
+    precision: str | None = "tf32",
     initial_states: Complex[Tensor, "B H D N"] | None = None,
     return_final_states: bool = False,
     reset: Bool[Tensor, "B T"] | None = None,
@@ -784,7 +784,8 @@ def ssd_fused(
         A: decay rate per head, complex64, Re(A) < 0.
         n_heads, head_dim, state_dim: H, D and N; D and N are 16, 32, 64 or 128.
         chunk_size: 16, 32, 64 or 128; T need not be a multiple.
-        precision: operands of the products: "tf32", "bf16", or "ieee" for float32.
+        precision: operands of the products: "tf32" (also None), "bf16", or "ieee" for
+            float32.
             Sums, exponentials and states are float32 in all of them; in "bf16" mode the
             copies of the states that outputs and gradients read are bfloat16.
         initial_states: the state before the first token; zero when None.
@@ -803,12 +804,12 @@ def ssd_fused(
     Source: notebook 06, "The whole function".
     """
     _check_triton("ssd_fused")
-    _check_precision("fused", precision)
+    precision = _check_precision("fused", precision)
     _check_fused_dims(head_dim, state_dim, chunk_size)
     _check_proj(proj, A, n_heads, head_dim, state_dim, initial_states, reset)
     _check_device(proj.device, "ssd_fused")
     y, final_states, _ = _ssd_fused(
         *(proj, A, initial_states, reset),
-        *(head_dim, state_dim, chunk_size, precision or "tf32"),
+        *(head_dim, state_dim, chunk_size, precision),
     )
     return (y, final_states) if return_final_states else y

@@ -459,7 +459,7 @@ def per_chunk_ssd_triton(
     A_log: Complex[Tensor, "B nc C H"],
     decay_states: Complex[Tensor, "B nc C H"],
     *,
-    input_precision: str = "ieee",
+    input_precision: str | None = "ieee",
 ) -> tuple[Complex[Tensor, "B nc C H P"], Complex[Tensor, "B nc H P N"]]:
     """`per_chunk_ssd_pytorch` for complex64 chunks, its forward in one kernel.
 
@@ -471,7 +471,8 @@ def per_chunk_ssd_triton(
         decay_states: factor from each position to the right edge of its chunk, taken
             as given.
         input_precision: "ieee" for float32 products, "tf32" for the matrix units'
-            faster ones with ten bits of mantissa. Sums are float32 in both.
+            faster ones with ten bits of mantissa; None is "ieee". Sums are float32 in
+            both.
 
     Returns: `(Y_diag, state)`, complex64. All five inputs get their gradients, from
         `per_chunk_ssd_pytorch`.
@@ -488,7 +489,7 @@ def per_chunk_ssd_triton(
     _check_triton()
     named = {"Bc": Bc, "Cc": Cc, "Xc": Xc, "A_log": A_log, "decay_states": decay_states}
     _check_chunks(named)
-    _check_precision("triton", input_precision)
+    input_precision = _check_precision("triton", input_precision)
     n_chunks = Xc.shape[1]
     if n_chunks > _MAX_CHUNKS:
         raise KernelUnavailable(
@@ -497,7 +498,7 @@ def per_chunk_ssd_triton(
         )
     _check_block_dims(Xc.shape[-1], Bc.shape[-1], Xc.shape[2])
     _check_device(Xc.device)
-    return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision or "ieee")
+    return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision)
 
 
 # The compiler can trace neither 64-bit views of complex tensors nor a backward that

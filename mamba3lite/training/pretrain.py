@@ -221,9 +221,19 @@ def _enforce_triton_env_var(
 
     Args: model_config: the trainer's own copy, edited in place. log: gets one line
     when the dispatch is changed.
+    Raises: ConfigError for a launch variable of the kernel that is no allowed integer.
     """
     dispatch = model_config.get("ssd_dispatch", "pytorch")
-    if dispatch == "pytorch" or os.environ.get("ENABLE_TRITON_KERNELS") == "1":
+    if dispatch == "pytorch":
+        return
+    if os.environ.get("ENABLE_TRITON_KERNELS") == "1":
+        if dispatch == "triton":
+            from mamba3lite.models.ssd_triton import _launch_options  # imports triton
+
+            try:
+                _launch_options("ieee")
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         return
     log(
         f"[warn] ssd_dispatch={dispatch!r} requires ENABLE_TRITON_KERNELS=1; forcing "
@@ -286,13 +296,6 @@ class Pretrainer:
             torch.set_float32_matmul_precision(precision)
         fields = self.config.model_fields_of_run()
         _enforce_triton_env_var(fields, self.display.line)
-        if fields.get("ssd_dispatch") == "triton":
-            from mamba3lite.models.ssd_triton import _launch_options
-
-            try:
-                _launch_options("ieee")
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
         torch.manual_seed(training.seed)
         self.model = Mamba3Transformer(fields).to(self.device)
         self.optimizer = build_optimizer(self.model, training)
