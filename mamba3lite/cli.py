@@ -70,25 +70,64 @@ def train(
 @app.command()
 def prepare(
     source: Annotated[
-        str, typer.Option(help="stdlib, or the path of text, JSONL, .gz or a folder.")
+        str,
+        typer.Option(
+            help="stdlib, shakespeare, kjv, hf:NAME, or the path of text, JSONL, .gz "
+            "or a folder; several, but hf:, may be joined by +."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
-    tokenizer: Annotated[str, typer.Option(help="byte.")] = "byte",
+    tokenizer: Annotated[str, typer.Option(help="byte or gpt2.")] = "byte",
     val_fraction: Annotated[
         float, typer.Option(help="Share of the documents held out for validation.")
     ] = 0.05,
+    ranks: Annotated[
+        Path | None,
+        typer.Option(help="gpt2.tiktoken; else from the cache or its package."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes; default: 1 for bytes, else up to 8."),
+    ] = None,
 ) -> None:
     """Turn text into token shards for training."""
     from mamba3lite.data.prepare import prepare as prepare_source
 
     with one_line_errors("prepare", ValueError):
-        index = prepare_source(source, tokenizer, out, val_fraction=val_fraction)
+        index = prepare_source(
+            source,
+            tokenizer,
+            out,
+            val_fraction=val_fraction,
+            ranks=ranks,
+            workers=workers,
+        )
         for split, entry in index["splits"].items():
             typer.echo(
                 f"{split}: {entry['documents']:,} documents, {entry['bytes']:,} bytes, "
                 f"{entry['tokens']:,} tokens"
             )
         typer.echo(f"prepared in {out}")
+
+
+@app.command()
+def verify(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Prepared data, a run, its checkpoints, or one of them."
+        ),
+    ],
+) -> None:
+    """Check shards or checkpoints against their hashes; exit code 1 for a fault."""
+    from mamba3lite.verify import verify_folder
+
+    faults = verify_folder(folder, typer.echo)
+    for fault in faults:
+        to_stderr(f"mamba3lite verify: {fault}")
+    if faults:
+        raise typer.Exit(1)
+    typer.echo(f"{folder}: all is well")
 
 
 @app.command()
@@ -133,11 +172,13 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Continue a prompt with a trained model."""
+    from mamba3lite.data import DataError
     from mamba3lite.generate import OptionError, TextStream, check_options, stream
     from mamba3lite.training.checkpoint import CheckpointError
     from mamba3lite.training.config import ConfigError
 
-    with one_line_errors("generate", OptionError, CheckpointError, ConfigError):
+    mistakes = OptionError, CheckpointError, ConfigError, DataError
+    with one_line_errors("generate", *mistakes):
         check_options(max_new_tokens, temperature, top_k, top_p, seed)
         model, tokenizer = load_for_generation(checkpoint, to_stderr)
         prompt_ids = tokenizer.encode_bytes(bytes_of_argument(prompt))

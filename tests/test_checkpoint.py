@@ -18,6 +18,7 @@ from mamba3lite.training.checkpoint import (
     OPTIMIZER,
     STATE,
     CheckpointError,
+    best_checkpoint,
     find_checkpoint,
     list_checkpoints,
     load_model,
@@ -260,6 +261,22 @@ def test_rotation_keeps_the_newest(three):
     assert [path.name for path in deleted] == ["step_00000001"]
     assert steps(three) == [2, 3]
     assert rotate(three, 2) == []
+
+
+def test_rotation_keeps_milestones_and_the_best(tmp_path):
+    model, optimizer = trained()
+    scores = {0: None, 2: 3.0, 4: 3.0, 6: 9.0, 8: None, 10: 8.0, 12: 7.0}
+    for step, score in scores.items():
+        validation = None if score is None else {"step": step, "val_bpb": score}
+        state = {"step": step, "validation": validation}
+        save_checkpoint(tmp_path, model, optimizer, state)
+    assert best_checkpoint(list_checkpoints(tmp_path)) == tmp_path / "step_00000002"
+    rotate(tmp_path, 2, keep_every=4)
+    # 2 is the best (the older of two alike), 4, 8 and 12 are multiples; 0 is not one.
+    assert steps(tmp_path) == [2, 4, 8, 10, 12]
+    (tmp_path / "step_00000002" / STATE).write_text("{")
+    assert best_checkpoint(list_checkpoints(tmp_path)) == tmp_path / "step_00000004"
+    assert best_checkpoint([]) is None
 
 
 def test_names_sort_like_numbers(tmp_path):

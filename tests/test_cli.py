@@ -92,7 +92,7 @@ def test_a_dry_run_takes_a_step_and_writes_nothing(prepared, tmp_path):
     result = invoke("train", "--config", config, "--dry-run")
     assert result.exit_code == 0, result.output
     assert "one step: loss 5." in result.stdout
-    assert "activations (rough)" in result.stdout
+    assert "kept for the backward pass" in result.stdout
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -147,8 +147,8 @@ MISTAKES = [
     (["--set", "data.source=/does/not/exist"], None),
     (["--set", "model.vocab_size=300"],
      "model.vocab_size: got 300, should be 257, the vocabulary of "),
-    (["--set", "data.train_data_path=null", "--set", "data.tokenizer=gpt2"],
-     "data.tokenizer: this version prepares byte only; set data.train_data_path to a "),
+    (["--set", "data.train_data_path=null", "--set", "data.source=stdlib+"],
+     "source: got 'stdlib+', wanted names or paths joined by +"),
     (["--set", "model.max_seq_len=1000000"], None),
     (["--resume", "must"], "--resume must: "),
     (["--resume", "7"], "--resume 7: "),
@@ -277,7 +277,7 @@ def test_prepare_counts_what_it_wrote(tmp_path):
     assert "train: " in result.stdout and f"prepared in {out}" in result.stdout
     result = invoke("prepare", "--source", tmp_path / "none", "--out", out)
     assert result.exit_code == 2 and result.stderr.startswith("mamba3lite prepare: ")
-    arguments = ["--source", source, "--out", out, "--tokenizer", "gpt2"]
+    arguments = ["--source", source, "--out", out, "--tokenizer", "gpt3"]
     result = invoke("prepare", *arguments)
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
 

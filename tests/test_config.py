@@ -93,8 +93,25 @@ MISTAKES = [
     ("model: {weight_tying: 1}", "model.weight_tying: got 1, should be true or false"),
     ("training: {total_steps: 1, keep_last: 1}", "training.keep_last: got 1, "
      "should be greater than or equal to 2"),
-    ("training: {total_steps: 1, schedule: wsd}", 'training.schedule: got "wsd", '
-     "should be 'cosine'"),
+    ("training: {total_steps: 1, schedule: wds}", 'training.schedule: got "wds", '
+     "should be 'cosine' or 'wsd'"),
+    ("training: {total_steps: 9, schedule: wsd, warmup_steps: 8}",
+     "training.decay_fraction: 8 steps of warm-up and 2 of decay, should be at most "
+     "the 9 steps of the run"),
+    ("training: {total_steps: 9, decay_fraction: 0}", "training.decay_fraction: got "
+     "0, should be greater than 0"),
+    ("training: {lr_scheduler: wsd}", "training.lr_scheduler is not a setting; did "
+     "you mean training.schedule? (settings: "),
+    ("training: {total_steps: 9, save_interval: 4, keep_every: 6}",
+     "training.keep_every: got 6, should be a multiple of training.save_interval, 4"),
+    ("training: {total_steps: 9, memory_snapshot: true}", "training.memory_snapshot: "
+     "got true, should come with training.profile_start, the step at which it begins"),
+    ("training: {total_steps: 9, profile_start: 10}", "training.profile_start: got "
+     "10, should be at most the 9 steps of the run"),
+    ("training: {total_steps: 9, max_rollbacks: -1}", "training.max_rollbacks: got "
+     "-1, should be greater than or equal to 0"),
+    ("training: {total_steps: 9, spike_zscore: 0}", "training.spike_zscore: got 0, "
+     "should be greater than 0"),
     ("training: {total_steps: 1, precision: fp16}", 'training.precision: got '
      "\"fp16\", should be 'auto', 'fp32' or 'bf16'"),
     ("training: {lr: 1}", "training.total_steps: give exactly one of "
@@ -129,7 +146,7 @@ MISTAKES = [
      "configuration"),
     ("training: {lr: &a [*a]}", "line 1, column 16: not YAML: "),
     ("training: {schedule: " + "x" * 500 + "}", 'training.schedule: got "' + "x" * 59
-     + "..., should be 'cosine'"),
+     + "..., should be 'cosine' or 'wsd'"),
     ("training: {" + "x" * 500 + ": 1}", "training." + "x" * 60 + "... is not a "),
     ("x" * 500 + ": 1", "x" * 60 + "... is not a section "),
     ("model: {a_init: " + "x" * 500 + "}\ntraining: {total_steps: 1}",

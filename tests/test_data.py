@@ -108,7 +108,7 @@ def test_ids_outside_the_vocabulary_are_refused(ids):
 
 def test_unknown_tokenizer_names_what_is_allowed():
     assert load_tokenizer("byte").vocab_size == 257
-    with pytest.raises(ValueError, match="'bytes', allowed is 'byte'"):
+    with pytest.raises(ValueError, match="'bytes', allowed are 'byte' and 'gpt2'"):
         load_tokenizer("bytes")
 
 
@@ -241,7 +241,7 @@ def test_what_is_not_text_is_named_and_nothing_is_written(
 
 
 def test_sources_without_files_are_errors(tmp_path):
-    with pytest.raises(DataError, match="'stdlb', wanted 'stdlib', a file or a folder"):
+    with pytest.raises(DataError, match=r"'stdlb', wanted stdlib, .*, a file or a"):
         make("stdlb", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/.hidden").write_text("x")
@@ -350,7 +350,7 @@ def test_one_document_cannot_be_shared_out(tmp_path):
 def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
     write_texts(tmp_path / "here", 20)
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(DataError, match="source: got '', wanted 'stdlib', a file"):
+    with pytest.raises(DataError, match="source: got '', wanted stdlib, "):
         make("", tmp_path / "out")
 
 

@@ -1,11 +1,8 @@
-"""Recovery: exact resume, signals, the lock, bad steps, and what --resume means."""
+"""Recovery: states, signals, the lock, rollbacks, rotation, what --resume means."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -16,11 +13,8 @@ from trainer_cases import (
     prepare_corpus,
     run_config,
     tensors_of,
-    write_config,
-    write_corpus,
 )
 
-from mamba3lite.data.prepare import prepare
 from mamba3lite.training.checkpoint import (
     CheckpointError,
     list_checkpoints,
@@ -34,7 +28,7 @@ from mamba3lite.training.metrics import (
     read_metrics,
     sample_header,
 )
-from mamba3lite.training.pretrain import Pretrainer, config_changes
+from mamba3lite.training.pretrain import Pretrainer
 from mamba3lite.training.recovery import (
     BadStepGuard,
     RunError,
@@ -71,63 +65,7 @@ def kept_steps(run) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------
-# Exact resume
-
-
-@pytest.mark.parametrize("stops", [(1,), (5,), (3, 4, 7)])
-def test_resumed_equals_uninterrupted(prepared, tmp_path, uninterrupted, stops):
-    config = run_config(prepared, tmp_path)
-    for at_step in stops:
-        part = new_run(config, StopsAfter)
-        part.at_step = at_step
-        assert part.run() is False
-        assert kept_steps(part)[-1] == at_step
-    last = new_run(config)
-    assert last.run("must") is True
-    assert losses(last) == losses(uninterrupted)
-    assert_same_bits(tensors_of(last), tensors_of(uninterrupted))
-
-
-def test_resume_without_a_signal_repeats_the_lost_steps(
-    prepared, tmp_path, uninterrupted
-):
-    config = run_config(prepared, tmp_path)
-
-    class Dies(Pretrainer):
-        def next_step(self):
-            if self.step == 5:
-                raise ZeroDivisionError("like a kill: no last save")
-            return super().next_step()
-
-    with pytest.raises(ZeroDivisionError):
-        new_run(config, Dies).run()
-    metrics = tmp_path / "metrics.jsonl"
-    assert read_metrics(metrics)[-1]["step"] == 5
-    with metrics.open("a") as file:
-        file.write('{"step": 6, "lo')
-    last = new_run(config)
-    assert last.run() is True
-    assert losses(last) == losses(uninterrupted)
-    assert_same_bits(tensors_of(last), tensors_of(uninterrupted))
-
-
-def test_an_epoch_edge_is_crossed_alike(tmp_path):
-    source = write_corpus(tmp_path / "text", documents=12, words=20)
-    tokens = tmp_path / "tokens"
-    prepare(source, "byte", tokens, val_fraction=0.3, progress=lambda *_: None)
-    whole = new_run(run_config(tokens, tmp_path / "whole", total_steps=16))
-    per_epoch = whole.train_data.n_windows / whole.config.global_rows
-    assert 1 < per_epoch < 7
-    whole.run()
-    config = run_config(tokens, tmp_path / "parts", total_steps=16)
-    for at_step in (7, 13):
-        part = new_run(config, StopsAfter)
-        part.at_step = at_step
-        part.run()
-    last = new_run(config)
-    last.run()
-    assert losses(last) == losses(whole)
-    assert_same_bits(tensors_of(last), tensors_of(whole))
+# What a checkpoint says
 
 
 def test_threads_are_recorded_and_restored(prepared, tmp_path):
@@ -158,47 +96,7 @@ def test_state_says_what_a_run_was(prepared, tmp_path):
 
 
 # --------------------------------------------------------------------------------------
-# A real process
-
-
-def launch(config, **environment) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mamba3lite.training.pretrain"]
-    return subprocess.Popen(
-        [*command, "--config", str(config)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
-
-
-def wait_for_step(metrics, step: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and f'{{"step": {step},' in metrics.read_text():
-            return
-        time.sleep(0.01)
-    process.kill()
-    pytest.fail(f"never reached step {step}: {process.communicate()}")
-
-
-def test_a_real_sigterm_saves_and_the_rest_is_the_same(prepared, tmp_path):
-    steps = {"total_steps": 60, "eval_interval": 1000, "save_interval": 1000}
-    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run", **steps)
-    process = launch(config)
-    wait_for_step(tmp_path / "run" / "metrics.jsonl", 5, process)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert "SIGTERM: finishing this step, then saving" in err
-    assert "the same command continues" in out
-    last = new_run(run_config(prepared, tmp_path / "run", **steps))
-    assert 5 <= kept_steps(last)[-1] < 60
-    last.run("must")
-    whole = new_run(run_config(prepared, tmp_path / "whole", **steps))
-    whole.run()
-    assert losses(last) == losses(whole)
-    assert_same_bits(tensors_of(last), tensors_of(whole))
+# Signals
 
 
 @pytest.mark.parametrize(
@@ -225,105 +123,53 @@ def test_handlers_are_put_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-class StopsInside(Pretrainer):
-    """Gets its signal while it evaluates or samples, not in a step."""
-
-    inside = "evaluation"
-
-    def evaluation(self, windows):
-        if self.inside == "evaluation":
-            self.stop.received = signal.SIGTERM
-        return super().evaluation(windows)
-
-    def sample(self, n_tokens):
-        if self.inside == "sample":
-            self.stop.received = signal.SIGTERM
-        return super().sample(n_tokens)
-
-
-@pytest.mark.parametrize("inside", ["evaluation", "sample"])
-@pytest.mark.parametrize("last_step", [False, True])
-def test_a_signal_inside_evaluation_or_sampling(
-    prepared, tmp_path, uninterrupted, inside, last_step
-):
-    interval = 100 if last_step else 4
-    lengths = {"eval_interval": interval, "sample_interval": interval}
-    config = run_config(prepared, tmp_path, **lengths)
-    part = new_run(config, StopsInside)
-    part.inside = inside
-    assert part.run() is False
-    assert kept_steps(part)[-1] == (8 if last_step else 4)
-    last = new_run(config)
-    assert last.run() is True
-    assert_same_bits(tensors_of(last), tensors_of(uninterrupted))
-    final = [r for r in read_metrics(last.metrics.path) if "zlib_bpb" in r]
-    assert len(final) == 1
-    samples = (tmp_path / "samples.txt").read_text()
-    assert samples.count(sample_header(8)) == 1
-
-
 # --------------------------------------------------------------------------------------
-# Bad steps
+# Rollbacks and rotation
 
 
-class MaskedBatches(Pretrainer):
-    """Some positions of the sampler give batches without a target."""
-
-    bad = frozenset({2, 3})
-
-    def batches(self, position):
-        batches = super().batches(position)
-        if position not in self.bad:
-            return batches
-        return [(t, torch.full_like(y, -100), d) for t, y, d in batches]
-
-
-def test_bad_steps_are_skipped_and_recorded(prepared, tmp_path):
-    run = new_run(run_config(prepared, tmp_path), MaskedBatches)
-    assert run.run() is True
-    assert run.step == 8 and run.skipped == 2
-    rows = [row for row in read_metrics(run.metrics.path) if "problem" in row]
-    assert [(row["step"], row["skipped"]) for row in rows] == [(2, 1), (2, 2)]
-    newest = read_state(list_checkpoints(tmp_path / "checkpoints")[-1])
-    assert (newest["step"], newest["position"]) == (8, 10)
-
-
-def test_skipped_batches_count_after_a_resume(prepared, tmp_path):
-    class Both(MaskedBatches, StopsAfter):
-        at_step = 4
-
-    whole = new_run(run_config(prepared, tmp_path / "whole"), MaskedBatches)
-    whole.run()
-    config = run_config(prepared, tmp_path / "parts")
-    new_run(config, Both).run()
-    last = new_run(config, MaskedBatches)
-    last.run()
-    assert last.skipped == 2
-    assert_same_bits(tensors_of(last), tensors_of(whole))
-
-
-def test_too_many_bad_steps_end_the_run_with_a_good_checkpoint(prepared, tmp_path):
-    class Hopeless(MaskedBatches):
-        bad = frozenset(range(2, 100))
-
-    config = run_config(prepared, tmp_path, nan_guard_max_consecutive=3)
-    run = new_run(config, Hopeless)
-    with pytest.raises(TrainingFailed, match="step 3: no valid target in the batch, 3"):
-        run.run()
-    assert kept_steps(run) == [2]
-    good = new_run(run_config(prepared, tmp_path / "good", total_steps=8), StopsAfter)
-    good.at_step = 2
-    good.run()
-    assert_same_bits(tensors_of(run), tensors_of(good))
-
-
-def test_the_guard_counts_in_a_row():
-    guard = BadStepGuard(2)
-    guard.bad(1, "loss is nan")
+def test_the_guard_counts_in_a_row_and_gives_up_in_time():
+    guard = BadStepGuard(limit=2, max_rollbacks=1)
+    assert guard.bad() is False
     guard.good()
-    guard.bad(2, "loss is nan")
-    with pytest.raises(TrainingFailed, match="step 3: loss is nan, 2 times in a row"):
-        guard.bad(3, "loss is nan")
+    assert [guard.bad(), guard.bad()] == [False, True]
+    guard.roll_back(3, "loss is nan")
+    assert (guard.consecutive, guard.rollbacks) == (0, 1)
+    assert [guard.bad(), guard.bad()] == [False, True]
+    with pytest.raises(TrainingFailed, match="step 4: loss is nan, 2 times in a row"):
+        guard.roll_back(4, "loss is nan")
+
+
+def test_a_run_begins_with_a_checkpoint(prepared, tmp_path):
+    run = new_run(run_config(prepared, tmp_path), StopsAfter)
+    run.at_step = 1
+    run.run()
+    first = tmp_path / "checkpoints" / "step_00000000"
+    assert kept_steps(run) == [0, 1]
+    state = read_state(first)
+    assert (state["step"], state["position"], state["losses"]) == (0, 0, [])
+    assert state["validation"] is None and state["rollbacks"] == 0
+    again = new_run(run_config(prepared, tmp_path, seed=5))
+    again.restore(first)
+    untrained = new_run(run_config(prepared, tmp_path))
+    assert_same_bits(tensors_of(again), tensors_of(untrained))
+
+
+def test_the_best_by_validation_and_milestones_outlive_the_rest(prepared, tmp_path):
+    scores = {2: 5.0, 4: 1.0, 6: 3.0, 8: 2.0, 10: 4.0}
+
+    class Scored(Pretrainer):
+        def evaluation(self, windows):
+            row = super().evaluation(windows)
+            return row | {"val_bpb": scores.get(self.step, row["val_bpb"])}
+
+    lengths = {"total_steps": 12, "eval_interval": 2, "save_interval": 2}
+    config = run_config(prepared, tmp_path, **lengths, keep_every=6)
+    run = new_run(config, Scored)
+    run.run()
+    # The best is that of step 4; 6 and 12 are multiples of 6; 10 and 12 the newest.
+    assert kept_steps(run) == [4, 6, 10, 12]
+    state = read_state(tmp_path / "checkpoints" / "step_00000004")
+    assert state["validation"] == {"step": 4, "val_bpb": 1.0}
 
 
 # --------------------------------------------------------------------------------------
@@ -400,37 +246,6 @@ def test_a_checkpoint_of_another_run_starts_a_new_folder(stopped, prepared, tmp_
     assert set(losses(run)) == {4, 5, 6, 7, 8}
     with pytest.raises(RunError, match="has checkpoints of its own"):
         new_run(run_config(prepared, tmp_path / "branch")).run(str(path))
-
-
-def test_a_damaged_newest_checkpoint_costs_steps_not_the_run(
-    stopped, uninterrupted, capsys
-):
-    newest = stopped.run_dir / "checkpoints" / "step_00000005"
-    (newest / "model.safetensors").unlink()
-    last = new_run(run_config(stopped.data_folder, stopped.run_dir))
-    assert last.run() is True
-    assert f"{newest}: model.safetensors is missing" in capsys.readouterr().out
-    assert losses(last) == losses(uninterrupted)
-    assert_same_bits(tensors_of(last), tensors_of(uninterrupted))
-
-
-def test_other_data_is_refused(stopped, tmp_path):
-    source = write_corpus(tmp_path / "text", documents=30)
-    prepare(source, "byte", tmp_path / "other", val_fraction=0.2, progress=print)
-    run = new_run(run_config(tmp_path / "other", stopped.run_dir))
-    with pytest.raises(CheckpointError, match=r"trained on data .* but .*other is"):
-        run.run()
-    assert kept_steps(stopped) == [3, 5]
-
-
-def test_a_new_learning_rate_and_budget_are_taken_and_told(stopped, capsys):
-    run = resume(stopped, "auto", lr=2e-2, total_steps=12)
-    out = capsys.readouterr().out
-    assert "changed since the checkpoint: training.lr: 0.01 -> 0.02" in out
-    assert "changed since the checkpoint: training.total_steps: 8 -> 12" in out
-    assert run.optimizer.param_groups[0]["lr"] > 1e-2
-    before = stopped.config.model_dump(mode="json")
-    assert config_changes(before, stopped.config) == []
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(uninterrupted, capsys):

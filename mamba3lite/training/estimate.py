@@ -1,12 +1,18 @@
 """Sizes derived from shapes, not measured: parameters, FLOPs, memory, disk."""
 
+import dataclasses
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
-from mamba3lite.training.config import RunConfig
+from mamba3lite.models.transformer import (
+    _TOKENS_AT_ONCE,
+    Mamba3Transformer,
+    ModelConfig,
+)
+from mamba3lite.training.config import RunConfig, parameter_count
 
 # Dense bf16 FLOP/s without sparsity, from the vendor's data sheets. A device that is
 # not listed has no MFU rather than an invented one.
@@ -51,46 +57,206 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
-def activation_bytes(config: ModelConfig, rows: int, half: bool) -> int:
-    """Bytes kept for the backward pass of one micro-batch, roughly.
+# --------------------------------------------------------------------------------------
+# Memory of a step
 
-    Counts what the block saves on the PyTorch path: inputs of norms and linear layers
-    (2 bytes each under bf16 autocast, 4 otherwise), float32 and complex64 tensors of
-    the scan, one chunk's decay, scores and mixing matrix for each token. With
-    checkpointing: one residual a layer, and one layer at full size.
+
+class Setting(NamedTuple):
+    """How a step runs, as far as its memory depends on it.
+
+    rows: of one forward pass. accumulated: gradients of earlier passes are there
+    already. half: bf16 autocast. on_gpu: the norms and the output matrix differ.
     """
-    size = 2 if half else 4
-    d, inner = config.d_model, config.n_heads * config.head_dim
-    bc = config.n_heads * config.state_dim
-    linear = size * (2 * d + (inner + 4 * bc) + 3 * inner + 4 * config.ffn_dim)
-    states = 2 * 8 * inner * config.state_dim / config.chunk_size
-    scan = 4 * 2 * inner + 2 * 2 * 8 * bc + states
-    scan += config.n_heads * config.chunk_size * (8 + 8 + 4)
-    layer = 4 * 2 * d + linear + scan
-    if config.grad_checkpoint:
-        per_token = config.n_layers * 4 * d + layer
-    else:
-        per_token = config.n_layers * layer
-    return int(rows * config.max_seq_len * per_token)
+
+    rows: int
+    accumulated: bool
+    half: bool
+    on_gpu: bool
 
 
-def memory_table(
-    config: ModelConfig, model: nn.Module, rows: int, half: bool
-) -> dict[str, int]:
-    """Bytes of a training step by purpose: derived from shapes, not measured."""
-    floats = parameter_floats(model)
-    table = {
-        "parameters (float32)": 4 * floats,
-        "gradients (float32)": 4 * floats,
-        "AdamW moments (float32)": 8 * floats,
-        "activations (rough)": activation_bytes(config, rows, half),
+class StepMemory(NamedTuple):
+    """Bytes of a training step: derived from shapes, not measured.
+
+    resident: between steps. kept: for the backward pass, by module over all layers.
+    phases: the most that is held at once, by phase.
+    """
+
+    resident: dict[str, int]
+    kept: dict[str, int]
+    phases: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The largest of the phases."""
+        return max(self.phases.values())
+
+
+def kept_by_layer(model: ModelConfig, setting: Setting) -> dict[str, int]:
+    """Bytes that one layer keeps for its backward pass, by module.
+
+    Counted from what each operation saves; ``size`` is what a matrix product reads,
+    2 bytes under autocast and 4 otherwise. A norm keeps its input and one number a
+    token, and on a CPU its result before the weight; a matrix product keeps its
+    operand, and under autocast a copy of its weight; the SwiGLU keeps both halves, the
+    gate after silu, and their product.
+    """
+    size = 2 if setting.half else 4
+    tokens, d = setting.rows * model.max_seq_len, model.d_model
+    width = model.n_heads * model.head_dim
+    norm = tokens * (4 * d + 4 + (0 if setting.on_gpu else 4 * d))
+    return {
+        "norm_ssd": norm,
+        "in_proj": size * tokens * d,
+        "scan": scan_bytes(model, setting)[0],
+        "mimo": size * tokens * width,
+        "out_proj": size * tokens * width,
+        "norm_ffn": norm,
+        "ffn_gate_up": size * tokens * d,
+        "ffn_down": 4 * size * tokens * model.ffn_dim,
+        "bf16 weights": 2 * layer_matrices(model) if setting.half else 0,
     }
-    return table | {"total": sum(table.values())}
+
+
+def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
+    """Bytes that the scan of one layer keeps, and that it needs besides while it runs.
+
+    fused: the projection and the states that enter the chunks. pytorch: the projection
+    in float32; B and C cut into chunks, turned, and as the four real operands of the
+    products; three C x C matrices a chunk; x; log decays in double precision; the
+    states twice. triton: that without what is inside the chunks, and x complex.
+    """
+    size = 2 if setting.half else 4
+    heads, width = model.n_heads, model.n_heads * model.head_dim
+    bc = heads * model.state_dim
+    columns = width + 4 * bc + heads
+    chunk = model.chunk_size
+    if model.ssd_dispatch == "pytorch":
+        chunk = min(chunk, model.max_seq_len)
+    chunks = setting.rows * -(-model.max_seq_len // chunk)
+    tokens = setting.rows * model.max_seq_len
+    padded, state = chunks * chunk, width * model.state_dim
+    if model.ssd_dispatch == "fused":
+        entry = 2 if model.ssd_precision == "bf16" else 4
+        kept = size * tokens * columns + 2 * entry * chunks * state
+        return kept, size * tokens * width
+    if model.ssd_dispatch == "pytorch":
+        inside = 48 * bc + 12 * heads * chunk + 4 * width + 96 * heads
+    else:
+        inside = 24 * bc + 8 * width + 72 * heads
+    kept = 4 * tokens * columns + padded * inside + 16 * chunks * state
+    # The projection, complex B, C and what C reads, and y four times over.
+    passing = tokens * (24 * bc + 16 * width + 48 * heads) + 8 * chunks * state
+    return kept, passing + (2 * tokens * columns if setting.half else 0)
+
+
+def layer_matrices(model: ModelConfig) -> int:
+    """Entries of the matrices of one layer."""
+    d, heads, width = model.d_model, model.n_heads, model.n_heads * model.head_dim
+    in_proj = d * (width + 4 * heads * model.state_dim + heads)
+    return in_proj + width**2 + width * d + 3 * d * model.ffn_dim
+
+
+def loss_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
+    """Bytes of the loss operator: its gradients, and what it needs while it runs.
+
+    The gradients are those of the last norm's output and of the output matrix, both
+    float32. The rest is that matrix as products read it, the hidden vectors likewise,
+    and logits and log-probabilities of some tokens at a time. A CPU first widens
+    logits in bf16; a GPU does so as it reads them.
+    """
+    size = 2 if setting.half else 4
+    tokens, d = setting.rows * model.max_seq_len, model.d_model
+    vocab = model.vocab_size
+    padded = -(-vocab // 64) * 64 if setting.on_gpu else vocab
+    gradients = 4 * tokens * d + 4 * vocab * d
+    at_once = min(tokens, _TOKENS_AT_ONCE)
+    logits = size * at_once * padded
+    log_p = 4 * at_once * padded * (2 if setting.half and not setting.on_gpu else 1)
+    product = 2 * vocab * d if setting.half else 0
+    copies = size * (padded * d + tokens * d) if setting.half else 0
+    return gradients, copies + logits + max(log_p, product)
+
+
+def memory_of_step(model: ModelConfig, setting: Setting) -> StepMemory:
+    """Where the bytes of a step are, and how many at most.
+
+    The phases: the scan of the last layer in the forward pass; the loss; the backward
+    pass where the last layer differentiates its SwiGLU, or with grad_checkpoint where
+    it computes that layer again; the update. Fixed buffers of libraries and what an
+    allocator rounds up are not counted.
+    """
+    floats = parameter_count(model) + model.n_layers * model.n_heads
+    resident = {
+        "parameters": 4 * floats,
+        "AdamW moments": 8 * floats,
+        "gradients": 4 * floats,
+    }
+    layer = kept_by_layer(model, setting)
+    kept = _kept_by_model(model, setting, layer)
+    held = 12 * floats + 4 * floats * setting.accumulated
+    peaks = _phases(model, setting, layer, sum(kept.values()))
+    phases = {name: held + size for name, size in peaks.items()}
+    return StepMemory(resident, kept, phases | {"update": 16 * floats})
+
+
+def _kept_by_model(model: ModelConfig, setting: Setting, layer: dict) -> dict[str, int]:
+    """What the layers keep, times their number; only their inputs with checkpoints."""
+    if model.grad_checkpoint:
+        inputs = 4 * setting.rows * model.max_seq_len * model.d_model
+        return {"inputs of the layers": model.n_layers * inputs}
+    return {name: model.n_layers * size for name, size in layer.items()}
+
+
+def _phases(
+    model: ModelConfig, setting: Setting, layer: dict[str, int], kept: int
+) -> dict[str, int]:
+    """The most that each phase holds beside parameters, moments and older gradients."""
+    size = 2 if setting.half else 4
+    tokens, vocab = setting.rows * model.max_seq_len, model.vocab_size
+    hidden, matrix = 4 * tokens * model.d_model, 4 * vocab * model.d_model
+    state = model.n_heads * model.head_dim * model.state_dim
+    states = 8 * setting.rows * state * model.n_layers
+    gradients, passing = loss_bytes(model, setting)
+    whole, beside = sum(layer.values()), scan_bytes(model, setting)[1]
+    until_scan = layer["norm_ssd"] + layer["in_proj"] + layer["scan"] + beside
+    swiglu = whole + 2 * size * tokens * model.ffn_dim
+    # The last norm keeps what a norm keeps, and its output is the hidden vectors.
+    loss = layer["norm_ssd"] + hidden + states + gradients + passing
+    batch = 24 * tokens
+    if not model.grad_checkpoint:
+        return {
+            "forward": kept - whole + until_scan + states + batch,
+            "loss": kept + loss + batch,
+            "backward": kept - whole + swiglu + hidden + matrix + batch,
+        }
+    copies = model.n_layers * layer["bf16 weights"]  # autocast keeps them until its end
+    again = max(until_scan + layer["bf16 weights"], swiglu)
+    return {
+        "loss": kept + copies + loss + batch,
+        "backward": kept + again + hidden + matrix + batch,
+    }
+
+
+# --------------------------------------------------------------------------------------
+# Disk
 
 
 def checkpoint_bytes(model: nn.Module) -> int:
     """Bytes of one checkpoint: weights and two moments in float32."""
     return 12 * parameter_floats(model)
+
+
+def checkpoints_at_once(config: RunConfig) -> int:
+    """Checkpoint folders at the fullest moment, the one being written included."""
+    training = config.training
+    saves = config.total_steps // training.save_interval + 2  # step 0, and the last
+    milestones = config.total_steps // (training.keep_every or config.total_steps + 1)
+    kept = training.keep_last + milestones + 1  # the best by validation
+    return min(saves, kept + 1)
+
+
+# --------------------------------------------------------------------------------------
+# As text
 
 
 def describe(config: RunConfig) -> str:
@@ -109,18 +275,48 @@ def describe(config: RunConfig) -> str:
         f"steps            {steps:,} = {steps * per_step:,} tokens",
         f"training FLOPs   {steps * per_step * flops_per_token(model):.3g} in matrices",
     ]
-    for half, name in ((False, "float32"), (True, "bf16 autocast")):
-        sizes = memory_table(model.cfg, model, config.training.micro_batch_size, half)
-        lines += ["", f"memory of a step in bytes, {name} (derived from shapes)"]
-        lines += _table(sizes)
-    kept = config.training.keep_last
-    one = checkpoint_bytes(model)
+    on_cpu = dataclasses.replace(model.cfg, ssd_dispatch="pytorch")
+    for cfg, on_gpu in ((model.cfg, True), (on_cpu, False)):
+        lines += ["", *memory_lines(cfg, setting_of(config, on_gpu))]
+    count, one = checkpoints_at_once(config), checkpoint_bytes(model)
     lines += [
         "",
-        f"disk             {(kept + 1) * one:,} bytes for checkpoints: {kept} kept and "
-        f"one being written, {one:,} each (derived)",
+        f"disk             {count * one:,} bytes for checkpoints: at most {count} at "
+        f"once, {one:,} each (derived)",
     ]
     return "\n".join(lines)
+
+
+def setting_of(config: RunConfig, on_gpu: bool) -> Setting:
+    """How a run's steps go on a GPU or a CPU."""
+    training = config.training
+    return Setting(
+        rows=training.micro_batch_size,
+        accumulated=training.gradient_accumulation_steps > 1,
+        half=training.precision == "bf16" or (training.precision == "auto" and on_gpu),
+        on_gpu=on_gpu,
+    )
+
+
+def memory_lines(model: ModelConfig, setting: Setting) -> list[str]:
+    """The memory table of a step as text, with the peak of both grad_checkpoint."""
+    memory = memory_of_step(model, setting)
+    on, device = model.grad_checkpoint, "GPU" if setting.on_gpu else "CPU"
+    other = dataclasses.replace(model, grad_checkpoint=not on)
+    peaks = {"peak": memory.peak}
+    label = f"peak, grad_checkpoint {str(not on).lower()}"
+    peaks[label] = memory_of_step(other, setting).peak
+    products = "bf16 autocast" if setting.half else "float32"
+    return [
+        f"memory of a step in bytes on a {device} (derived from shapes): {products}, "
+        f"scan by {model.ssd_dispatch}, grad_checkpoint {str(on).lower()}",
+        *_table(memory.resident),
+        "  kept for the backward pass",
+        *_table({f"  {name}": size for name, size in memory.kept.items() if size}),
+        "  most at once",
+        *_table({f"  in the {name}": size for name, size in memory.phases.items()}),
+        *_table(peaks),
+    ]
 
 
 def _table(sizes: dict[str, int]) -> list[str]:

@@ -38,11 +38,19 @@ class MetricsLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite, allow_nan=False) + "\n")
 
-    def keep_until(self, step: int) -> None:
-        """Drop a torn last line and every line after ``step``: they will come again."""
+    def keep_until(self, step: int, skipped: int = 0) -> None:
+        """Drop what will come again: a torn last line, and what is later than a step.
+
+        Of the steps not applied right after it, the first ``skipped`` batches passed by
+        in all are earlier.
+        """
         if not self.path.exists():
             return
-        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+        rows = [
+            row
+            for row in read_metrics(self.path)
+            if (row["step"], _skipped(row)) <= (step, skipped)
+        ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         replace_text(self.path, text)
 
@@ -71,6 +79,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             )
         rows.append(row)
     return rows
+
+
+def _skipped(row: dict[str, Any]) -> int:
+    """Batches passed by so far, in a line that counts them."""
+    count = row.get("skipped", 0)
+    return count if isinstance(count, int) else 0
 
 
 def _row_fault(row: Any) -> str | None:

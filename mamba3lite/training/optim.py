@@ -58,17 +58,27 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
 def learning_rate(step: int, total_steps: int, training: TrainingConfig) -> float:
     """Learning rate of optimizer step ``step``, counted from 1 to ``total_steps``.
 
-    Linear from lr / warmup_steps up to lr at step ``warmup_steps``, then half a cosine
-    down to min_lr_ratio * lr at the last step. It depends on nothing else, so a resumed
+    Linear from lr / warmup_steps up to lr at step ``warmup_steps``; then, for
+    ``cosine``, half a cosine down to min_lr_ratio * lr at the last step; for ``wsd``,
+    lr until the last ``decay_fraction`` of the run, and there down to the same value by
+    1 - sqrt(share of the decay that is over). It depends on nothing else, so a resumed
     run continues on the same curve.
+
+    Source: Hu et al., MiniCPM, arXiv 2404.06395 (warm-up, stable, decay); Haegele et
+    al., arXiv 2405.18392 (the square root).
     """
     warmup = training.warmup_steps
     if step <= warmup:
         return training.lr * step / warmup
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     floor = training.min_lr_ratio
-    return training.lr * (floor + (1 - floor) * cosine)
+    if training.schedule == "wsd":
+        falling = training.decay_steps(total_steps)
+        over = min(1.0, max(0, step - (total_steps - falling)) / falling)
+        left = 1 - math.sqrt(over)
+    else:
+        progress = (step - warmup) / max(1, total_steps - warmup)
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return training.lr * (floor + (1 - floor) * left)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

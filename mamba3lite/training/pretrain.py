@@ -7,7 +7,6 @@ was not (on a CPU, at the same number of threads).
 """
 
 import argparse
-import hashlib
 import math
 import os
 import platform
@@ -16,8 +15,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +26,15 @@ from torch import Tensor, nn
 
 import mamba3lite
 from mamba3lite.data import DataError
-from mamba3lite.data.corpora import zlib_bits_per_byte
+from mamba3lite.data.corpora import source_name, zlib_bits_per_byte
 from mamba3lite.data.prepare import is_prepared, prepare
 from mamba3lite.data.shards import load_index
 from mamba3lite.generate import stream
-from mamba3lite.models.transformer import Mamba3Transformer
+from mamba3lite.models.mamba_block import _unavailable
+from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3lite.training.checkpoint import (
     CheckpointError,
+    find_checkpoint,
     list_checkpoints,
     load_model,
     load_optimizer,
@@ -55,9 +56,12 @@ from mamba3lite.training.config import (
 from mamba3lite.training.data import IGNORED_TARGET, PretrainDataset
 from mamba3lite.training.estimate import (
     checkpoint_bytes,
+    checkpoints_at_once,
     flops_per_token,
-    memory_table,
+    memory_lines,
+    memory_of_step,
     peak_flops,
+    setting_of,
 )
 from mamba3lite.training.metrics import (
     Display,
@@ -65,6 +69,7 @@ from mamba3lite.training.metrics import (
     MetricsLog,
     bits_per_byte,
     clock,
+    finite_or_none,
     keep_samples_until,
     plot_runs,
     read_metrics,
@@ -77,8 +82,10 @@ from mamba3lite.training.optim import (
     project_decay_rates,
     set_learning_rate,
 )
+from mamba3lite.training.profiling import ProfileWindow, allocator_peak
 from mamba3lite.training.recovery import (
     BadStepGuard,
+    LossHistory,
     RunError,
     RunLock,
     StopSignals,
@@ -89,6 +96,7 @@ from mamba3lite.training.recovery import (
     require_space,
     set_newer_aside,
 )
+from mamba3lite.training.trackers import Trackers
 
 __all__ = [
     "PretrainDataset",
@@ -125,6 +133,7 @@ def train_step(
     grad_clip: float = 1.0,
     bf16: bool = False,
     nan_guard: bool = True,
+    spike: Callable[[float], str | None] = lambda loss: None,
 ) -> StepResult:
     """One optimizer step over the micro-batches of a global batch.
 
@@ -133,7 +142,8 @@ def train_step(
     that is not finite leaves parameters and optimizer as they were.
 
     Args: batches: (tokens, targets, doc_ids), each (rows, T) integers; targets are
-    already shifted, -100 is ignored. bf16: run the forward pass under autocast.
+    already shifted, -100 is ignored. bf16: run the forward pass under autocast. spike:
+    why a step with this loss must not be applied either, or None.
     """
     n_valid = sum(int((targets != IGNORED_TARGET).sum()) for _, targets, _ in batches)
     loss = torch.zeros((), device=batches[0][0].device)
@@ -147,19 +157,22 @@ def train_step(
         loss += mean.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     result = StepResult(loss.item(), norm.item(), None)
-    problem = find_problem(result, n_valid)
-    if problem is None or (n_valid and not nan_guard):
+    problem = find_problem(result, n_valid, nan_guard) or spike(result.loss)
+    if problem is None:
         optimizer.step()
         project_decay_rates(model)
-        problem = None
     optimizer.zero_grad(set_to_none=True)
     return result._replace(problem=problem)
 
 
-def find_problem(result: StepResult, n_valid: int) -> str | None:
+def find_problem(
+    result: StepResult, n_valid: int, nan_guard: bool = True
+) -> str | None:
     """Why a step must not be applied, or None."""
     if n_valid == 0:
         return "no valid target in the batch"
+    if not nan_guard:
+        return None
     if not math.isfinite(result.loss):
         return f"loss is {result.loss}"
     if not math.isfinite(result.grad_norm):
@@ -242,6 +255,24 @@ def _enforce_triton_env_var(
     model_config["ssd_dispatch"] = "pytorch"
 
 
+def take_usable_dispatch(
+    model_config: dict[str, Any], device: torch.device, log: Callable[[str], None]
+) -> None:
+    """Take the PyTorch path, with one line for all layers, when a kernel cannot run.
+
+    Args: model_config: the trainer's own copy, edited in place.
+    """
+    cfg = ModelConfig.of(model_config)
+    shapes = (cfg.head_dim, cfg.state_dim, cfg.chunk_size)
+    reason = _unavailable(cfg.ssd_dispatch, shapes, torch.float32, device)
+    if reason is not None:
+        log(
+            f"[warn] ssd_dispatch={cfg.ssd_dispatch!r} cannot run here ({reason}); "
+            "this run uses ssd_dispatch='pytorch'"
+        )
+        model_config["ssd_dispatch"] = "pytorch"
+
+
 # --------------------------------------------------------------------------------------
 # A run
 
@@ -271,7 +302,11 @@ class Pretrainer:
         self._build_model()
         self.step = self.skipped = self.tokens = 0
         self.saved_step: int | None = None
-        self.guard = BadStepGuard(config.training.nan_guard_max_consecutive)
+        self.validation: dict[str, Any] | None = None
+        training = config.training
+        limit = training.nan_guard_max_consecutive
+        self.guard = BadStepGuard(limit, training.max_rollbacks)
+        self.losses = LossHistory(training.spike_zscore, training.spike_window)
         self.stop = StopSignals()
         self.started, self.earlier_s = time.perf_counter(), 0.0
         self.meter_tokens, self.meter_s = 0, 0.0
@@ -296,6 +331,7 @@ class Pretrainer:
             torch.set_float32_matmul_precision(precision)
         fields = self.config.model_fields_of_run()
         _enforce_triton_env_var(fields, self.display.line)
+        take_usable_dispatch(fields, self.device, self.display.line)
         torch.manual_seed(training.seed)
         self.model = Mamba3Transformer(fields).to(self.device)
         self.optimizer = build_optimizer(self.model, training)
@@ -333,17 +369,40 @@ class Pretrainer:
                 self.display.line(f"{self.run_dir}: this run is already finished")
                 return True
             self.tidy(checkpoint)
-            self.loop()
-            return self.step >= self.total_steps and self.finish()
+            # A rollback has to have somewhere to go, and a disk that refuses says so
+            # before an hour of training and not after.
+            self.save()
+            with self.watched():
+                self.loop()
+                return self.step >= self.total_steps and self.finish()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The profiler and the trackers, open while the run trains."""
+        training, log = self.config.training, self.display.line
+        self.open_trackers()
+        with ProfileWindow(training, self.run_dir, self.device, log) as self.profile:
+            try:
+                yield
+            finally:
+                self.trackers.close()
+
+    def open_trackers(self) -> None:
+        """TensorBoard and W&B, if asked for, from this step on."""
+        self.trackers = Trackers(
+            self.config, self.run_dir, self.step, self.display.line
+        )
 
     def loop(self) -> None:
         """Step after step until the budget is used or a signal came; then save."""
         training = self.config.training
         while self.step < self.total_steps and not self.stop.requested:
+            self.profile.before(self.step + 1)
             result = self.next_step()
             if result.problem is not None:
                 self.skip(result)
                 continue
+            self.profile.after(self.step)
             last = self.step == self.total_steps
             if last or self.step % training.log_interval == 0:
                 self.log_step(result)
@@ -368,8 +427,10 @@ class Pretrainer:
             grad_clip=training.grad_clip,
             bf16=self.bf16,
             nan_guard=training.nan_guard,
+            spike=self.losses.spike,
         )
         if result.problem is None:
+            self.losses.add(result.loss)
             self.step += 1
             self.tokens += self.config.tokens_per_step
             self.guard.good()
@@ -395,6 +456,7 @@ class Pretrainer:
         """Load everything that decides the rest of the run."""
         state = read_state(checkpoint)
         self._refuse_other_data(checkpoint, state)
+        self._refuse_other_shapes(checkpoint, state)
         if state["step"] > self.total_steps:
             raise RunError(
                 f"{checkpoint}: already at step {state['step']:,}, but the run asked "
@@ -404,17 +466,25 @@ class Pretrainer:
         for change in config_changes(state["config"], self.config):
             self.display.line(f"changed since the checkpoint: {change}")
         torch.set_num_threads(state["threads"])
+        self.load(checkpoint, state)
+        self.earlier_s = state["elapsed_s"]
+        self.started = time.perf_counter()
+        inside = checkpoint.resolve().is_relative_to(self.run_dir.resolve())
+        self.saved_step = self.step if inside else None
+        self.display.line(f"Continuing from {checkpoint}")
+
+    def load(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Take over weights, moments, random state and counters of a checkpoint."""
         load_model(checkpoint, self.model)
         load_optimizer(checkpoint, self.model, self.optimizer)
         restore_rng(state["rng"])
         self.step, self.skipped = state["step"], state["skipped"]
         self.tokens = state["tokens"]
         self.guard.consecutive = state["consecutive_bad"]
-        self.earlier_s = state["elapsed_s"]
-        self.started = time.perf_counter()
-        inside = checkpoint.resolve().is_relative_to(self.run_dir.resolve())
-        self.saved_step = self.step if inside else None
-        self.display.line(f"Continuing from {checkpoint}")
+        # Checkpoints from before there were rollbacks lack these three.
+        self.guard.rollbacks = state.get("rollbacks", 0)
+        self.losses.losses = state.get("losses", [])
+        self.validation = state.get("validation")
 
     def _refuse_other_data(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """CheckpointError, with what differs, unless the data are those trained on."""
@@ -431,39 +501,61 @@ class Pretrainer:
             "training.save_dir"
         )
 
-    def tidy(self, checkpoint: Path | None) -> None:
-        """Bring the run folder to the step that training starts from.
+    def _refuse_other_shapes(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """CheckpointError, with what differs, when the weights would not fit."""
+        changes = config_changes(state["config"], self.config)
+        shapes = [c for c in changes if c.partition(":")[0] in SHAPE_SETTINGS]
+        if shapes:
+            raise CheckpointError(
+                f"{checkpoint}: holds a model of another shape ({', '.join(shapes)}); "
+                "set it back, or start a new training.save_dir"
+            )
 
-        What lies beyond it will be written again, so no step appears twice.
-        """
+    def tidy(self, checkpoint: Path | None) -> None:
+        """Bring the run folder to the step that training starts from."""
         root = self.run_dir / "checkpoints"
         root.mkdir(exist_ok=True)
         remove_temporary(root)
         if checkpoint is not None and checkpoint.resolve().parent == root.resolve():
             set_newer_aside(root, checkpoint, self.display.line)
-        self.metrics.keep_until(self.step)
+        self.forget_later_reports()
+        self.require_space()
+        replace_text(self.run_dir / "config.yaml", dump_config(self.config))
+
+    def forget_later_reports(self) -> None:
+        """Cut what lies beyond this step: it will come again, and once is enough."""
+        self.metrics.keep_until(self.step, self.skipped)
         # The last step's sample belongs to the end of the run, which is to come.
         kept = min(self.step, self.total_steps - 1)
         keep_samples_until(self.run_dir / "samples.txt", kept)
-        self.require_space()
-        replace_text(self.run_dir / "config.yaml", dump_config(self.config))
 
     def require_space(self) -> None:
         """RunError when the checkpoints to come do not fit on the disk."""
         root = self.run_dir / "checkpoints"
-        wanted = (self.config.training.keep_last + 1) * checkpoint_bytes(self.model)
+        wanted = checkpoints_at_once(self.config) * checkpoint_bytes(self.model)
         have = sum(f.stat().st_size for f in root.rglob("*") if f.is_file())
         nearest = next(p for p in (root, *root.parents) if p.exists())
         require_space(nearest, wanted - have)
 
     def save(self) -> None:
-        """Write and verify a checkpoint of this step, then delete the oldest ones."""
+        """Write and verify a checkpoint of this step, then delete old ones.
+
+        Raises: TrainingFailed when the disk refuses, or what it took does not read
+        back.
+        """
         if self.saved_step == self.step:
             return
-        root = self.run_dir / "checkpoints"
-        state = self.state()
-        path = save_checkpoint(root, self.model, self.optimizer, state)
-        rotate(root, self.config.training.keep_last)
+        root, training = self.run_dir / "checkpoints", self.config.training
+        try:
+            path = save_checkpoint(root, self.model, self.optimizer, self.state())
+        except (CheckpointError, OSError) as error:
+            on_disk = isinstance(error, OSError)
+            reason = f"{root}: {error.strerror}" if on_disk else str(error)
+            raise TrainingFailed(
+                f"step {self.step:,} was not saved: {reason}; the older checkpoints "
+                "are as they were, and the same command continues from them"
+            ) from None
+        rotate(root, training.keep_last, training.keep_every)
         self.saved_step = self.step
         self.display.line(f"saved {path}")
 
@@ -475,6 +567,9 @@ class Pretrainer:
             "tokens": self.tokens,
             "position": self.step + self.skipped,
             "consecutive_bad": self.guard.consecutive,
+            "rollbacks": self.guard.rollbacks,
+            "losses": self.losses.losses,
+            "validation": self.validation,
             "elapsed_s": self.elapsed_s,
             "rng": rng_state(),
             "config": self.config.model_dump(mode="json"),
@@ -496,18 +591,52 @@ class Pretrainer:
     # ----------------------------------------------------------------------------------
     # Reports
 
+    def record(self, row: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl, and hand it to the trackers."""
+        self.metrics.append(row)
+        self.trackers.append(row)
+
     def skip(self, result: StepResult) -> None:
-        """Record a bad step, move past its batch, and give up after too many."""
+        """Record a bad step, move past its batch, and roll back after too many."""
         self.skipped += 1
         number = self.step + 1
         row = {"step": self.step, "skipped": self.skipped, "problem": result.problem}
-        self.metrics.append(row)
+        self.record(row)
         self.display.line(f"[warn] step {number} not applied: {result.problem}")
+        if self.guard.bad():
+            self.roll_back(result.problem)
+
+    def roll_back(self, problem: str) -> None:
+        """Return to the newest intact checkpoint, and go on past every batch read.
+
+        The batches between the checkpoint and the bad ones are passed by as well: on
+        the way to them the weights may have gone wrong already.
+
+        Raises: TrainingFailed after ``max_rollbacks``, or when none is intact.
+        Source: Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1.
+        """
+        position = self.step + self.skipped
+        self.guard.roll_back(self.step + 1, problem)
+        count = self.guard.rollbacks
+        root = self.run_dir / "checkpoints"
         try:
-            self.guard.bad(number, result.problem)
-        except TrainingFailed:
-            self.save()
-            raise
+            checkpoint = find_checkpoint(root, self.display.line)
+        except CheckpointError as error:
+            raise TrainingFailed(f"{problem}, and no way back: {error}") from None
+        self.load(checkpoint, read_state(checkpoint))
+        self.guard.consecutive, self.guard.rollbacks = 0, count
+        self.skipped = position - self.step
+        self.saved_step = self.step
+        set_newer_aside(root, checkpoint, self.display.line)
+        self.forget_later_reports()
+        self.trackers.close()
+        self.open_trackers()
+        row = {"step": self.step, "skipped": self.skipped, "rollback": count}
+        self.record(row | {"problem": problem})
+        self.display.line(
+            f"[warn] rollback {count} of {self.guard.max_rollbacks}: back to step "
+            f"{self.step} ({checkpoint.name}), on past batch {position}"
+        )
 
     def log_step(self, result: StepResult) -> None:
         """Write a training line, and show it."""
@@ -524,7 +653,7 @@ class Pretrainer:
             "mfu": speed * flops_per_token(self.model) / peak if peak else None,
             "time": self.elapsed_s,
         }
-        self.metrics.append(row)
+        self.record(row)
         self.display.step(row, left / speed)
         self.meter_tokens, self.meter_s = 0, 0.0
 
@@ -535,7 +664,9 @@ class Pretrainer:
         windows = [i * n // count for i in range(count)]
         row = self.evaluation(windows)
         if row is not None:
-            self.metrics.append(row | {"val_windows": f"{count} evenly spaced"})
+            bpb = finite_or_none(row["val_bpb"])
+            self.validation = {"step": self.step, "val_bpb": bpb}
+            self.record(row | {"val_windows": f"{count} evenly spaced"})
             self.display.line(
                 f"step {self.step}: validation {row['val_bpb']:.4f} bits per byte on "
                 f"{count} of {n} windows"
@@ -597,8 +728,11 @@ class Pretrainer:
         return text
 
     def draw(self) -> None:
-        """Refresh curves.png."""
-        plot_runs([self.run_dir], self.run_dir / "curves.png")
+        """Refresh curves.png; a picture that cannot be drawn is a warning."""
+        try:
+            plot_runs([self.run_dir], self.run_dir / "curves.png")
+        except (MetricsError, OSError) as error:
+            self.display.line(f"[warn] curves.png was not refreshed: {error}")
 
     # ----------------------------------------------------------------------------------
     # The end
@@ -623,9 +757,19 @@ class Pretrainer:
         text = self.write_sample(self.final_sample_tokens)
         if text is None:
             return False
-        self.metrics.append(row | {"val_windows": "all"})
+        self.record(row | {"val_windows": "all"})
         self.draw()
         return True
+
+
+# What the shapes of the weights depend on.
+SHAPE_SETTINGS = tuple(
+    f"model.{name}"
+    for name in (
+        *("vocab_size", "d_model", "n_layers", "n_heads", "head_dim", "state_dim"),
+        *("ffn_dim", "weight_tying"),
+    )
+)
 
 
 def config_changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
@@ -661,7 +805,8 @@ def run_training(
     try:
         config = load_config(config_name, overrides)
         display = Display(config.total_steps)
-        (rehearse if dry_run else train)(config, resume, display)
+        with explained_failures(config, display.line):
+            (rehearse if dry_run else train)(config, resume, display)
         return 0
     except TrainingFailed as error:
         code, reason = 1, str(error)
@@ -673,22 +818,65 @@ def run_training(
         RunError,
     ) as error:
         code, reason = 2, str(error)
-    except torch.OutOfMemoryError as error:
-        first = str(error).splitlines()[0]
-        code, reason = 1, f"{first} {WHEN_MEMORY_IS_SHORT}"
     except KeyboardInterrupt:
         code, reason = 130, "interrupted before training began"
     except OSError as error:
-        code, reason = 1, f"{error.filename or 'disk'}: {error.strerror or error}"
+        where = error.filename or f"the disk of {config.training.save_dir}"
+        code, reason = 1, f"{where}: {error.strerror or error}"
     print(f"{program}: {reason}", file=sys.stderr)
     return code
 
 
 WHEN_MEMORY_IS_SHORT = (
-    "Lower training.micro_batch_size (and raise training.gradient_accumulation_steps "
-    "as much), set training.grad_checkpoint=true, or shorten model.max_seq_len; "
-    "`mamba3lite info` shows where the bytes go."
+    "lower training.micro_batch_size (and raise training.gradient_accumulation_steps "
+    "as much), set training.grad_checkpoint=true, or shorten model.max_seq_len; the "
+    "checkpoints are as they were"
 )
+
+
+@contextmanager
+def explained_failures(config: RunConfig, log: Callable[[str], None]) -> Iterator[None]:
+    """Turn what a device or a compiler refuses into one line, a TrainingFailed.
+
+    Running out of memory prints the memory table before it.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if out_of_memory(error):
+            setting = setting_of(config, torch.cuda.is_available())
+            model = ModelConfig.of(config.model_fields_of_run())
+            log("\n".join(memory_lines(model, setting)))
+            raise TrainingFailed(
+                f"out of memory: {first_line(error)}; {WHEN_MEMORY_IS_SHORT}"
+            ) from None
+        if config.training.compile and from_compiler(error):
+            raise TrainingFailed(
+                f"training.compile: torch.compile failed: {first_line(error)}; set "
+                "training.compile=false to train without it (the checkpoints are as "
+                "they were)"
+            ) from None
+        raise
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # The allocator of the CPU has no class of its own.
+    return "can't allocate memory" in str(error)
+
+
+def from_compiler(error: Exception) -> bool:
+    """Whether an error comes out of torch.compile."""
+    exceptions = sys.modules.get("torch._dynamo.exc")  # loaded by the first compilation
+    return exceptions is not None and isinstance(error, exceptions.TorchDynamoException)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a message, or the name of its class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def train(config: RunConfig, resume: str, display: Display) -> None:
@@ -737,19 +925,30 @@ def rehearse(config: RunConfig, resume: str, display: Display) -> None:
         if checkpoint is not None:
             run.restore(checkpoint)
         run.require_space()
-        rows = config.training.micro_batch_size
-        sizes = memory_table(run.model.cfg, run.model, rows, run.bf16)
-        for name, size in sizes.items():
-            display.line(f"{name:>26}  {size / 1e9:8.3f} GB (derived)")
-        result = run.next_step()
-        if result.problem is not None:
-            raise TrainingFailed(f"dry run: {result.problem}")
-        display.line(
-            f"one step: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}, "
-            f"{run.meter_s:.2f} s, peak memory {peak_memory(run.device) / 1e9:.2f} GB "
-            "(measured)"
-        )
+        rehearse_step(run)
         display.line(f"Dry run: nothing was written to {run.run_dir}")
+
+
+def rehearse_step(run: Pretrainer) -> None:
+    """Take a step, and a second one whose peak is compared with the estimate.
+
+    The first one allocates AdamW's moments, so its own peak is not that of a run.
+    """
+    line, setting = run.display.line, setting_of(run.config, run.device.type == "cuda")
+    line("\n".join(memory_lines(run.model.cfg, setting)))
+    result = run.next_step()
+    if result.problem is not None:
+        raise TrainingFailed(f"dry run: {result.problem}")
+    line(
+        f"one step: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}, "
+        f"{run.meter_s:.2f} s"
+    )
+    estimate = memory_of_step(run.model.cfg, setting).peak
+    measured = allocator_peak(run.model, run.optimizer, run.next_step)
+    line(
+        f"peak of the tensors in a step: {estimate:,} bytes derived, {measured:,} "
+        f"measured ({estimate / measured - 1:+.1%})"
+    )
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -757,15 +956,11 @@ def data_folder(data: DataConfig) -> Path:
 
     Two paths never share a folder, even with the same file name: a hash of the
     resolved path is part of the name.
+    Raises: DataError for a source whose parts do not go together.
     """
     if data.train_data_path is not None:
         return Path(data.train_data_path)
-    name = data.source or DEFAULT_SOURCE
-    if name != DEFAULT_SOURCE:
-        path = Path(name).resolve()
-        digest = hashlib.sha256(os.fsencode(path)).hexdigest()
-        name = f"{path.name.split('.')[0]}-{digest[:8]}"
-    name += f"-{data.tokenizer}"
+    name = f"{source_name(data.source or DEFAULT_SOURCE)}-{data.tokenizer}"
     if data.val_fraction not in (None, DEFAULT_VAL_FRACTION):
         name += f"-val{data.val_fraction}"
     return Path("data") / name
@@ -777,11 +972,12 @@ DEFAULT_VAL_FRACTION = 0.05
 
 def trained_on(run_dir: Path) -> str:
     """Fingerprint of the data in a run's newest checkpoint; "" when there is none."""
-    checkpoints = list_checkpoints(run_dir / "checkpoints")
-    try:
-        return read_state(checkpoints[-1])["data"]["fingerprint"] if checkpoints else ""
-    except CheckpointError:
-        return ""
+    for checkpoint in reversed(list_checkpoints(run_dir / "checkpoints")):
+        try:
+            return read_state(checkpoint)["data"]["fingerprint"]
+        except (CheckpointError, KeyError, TypeError):  # damaged: the next older
+            continue
+    return ""
 
 
 def prepared_fingerprint(folder: Path) -> str | None:
@@ -797,7 +993,6 @@ def source_is_prepared(data: DataConfig, folder: Path) -> bool:
 
     Raises: DataError for a source that cannot be read or prepared.
     """
-    require_known_tokenizer(data)
     source = data.source or DEFAULT_SOURCE
     fraction = data.val_fraction or DEFAULT_VAL_FRACTION
     return is_prepared(source, data.tokenizer, folder, val_fraction=fraction)
@@ -818,19 +1013,10 @@ def note_changed_source(
     log(f"{data.source or DEFAULT_SOURCE} {what}; continuing on the prepared data")
 
 
-def require_known_tokenizer(data: DataConfig) -> None:
-    """DataError for a tokenizer that this version cannot prepare with."""
-    if data.tokenizer != "byte":
-        raise DataError(
-            f"data.tokenizer: this version prepares byte only; set "
-            f"data.train_data_path to a folder prepared with {data.tokenizer}"
-        )
-
-
 def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> None:
     """Make sure that the folder is prepared.
 
-    Raises: DataError when it is missing, or when this version cannot prepare it.
+    Raises: DataError when it is missing, or cannot be prepared.
     """
     if data.train_data_path is not None:
         if not folder.is_dir():
@@ -840,7 +1026,6 @@ def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> 
                 "folder; --source may be the path of your own text"
             )
         return
-    require_known_tokenizer(data)
     source = data.source or DEFAULT_SOURCE
     fraction = data.val_fraction or DEFAULT_VAL_FRACTION
     log(f"Preparing {source} with the {data.tokenizer} tokenizer in {folder}")

@@ -1,9 +1,11 @@
 """What keeps a run safe: a lock, an orderly stop, bad steps, where to resume."""
 
 import fcntl
+import math
 import os
 import shutil
 import signal
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -115,32 +117,71 @@ class StopSignals:
 
 
 class BadStepGuard:
-    """Counts steps without a finite loss and gradient norm, and gives up in time.
+    """Counts bad steps in a row and rollbacks: when to go back, when to give up.
 
-    Args: limit: bad steps in a row that end the run. consecutive: where a resumed run
-    left off.
+    Args: limit: bad steps in a row that call for a rollback. max_rollbacks: how many a
+    run may have.
     """
 
-    def __init__(self, limit: int, consecutive: int = 0):
-        self.limit = limit
-        self.consecutive = consecutive
+    def __init__(self, limit: int, max_rollbacks: int):
+        self.limit, self.max_rollbacks = limit, max_rollbacks
+        self.consecutive = self.rollbacks = 0
 
     def good(self) -> None:
         """A step was applied."""
         self.consecutive = 0
 
-    def bad(self, step: int, reason: str) -> None:
-        """A step was skipped.
-
-        Raises: TrainingFailed at the limit, with what was seen and what to try.
-        """
+    def bad(self) -> bool:
+        """A step was skipped; returns True when it is time to roll back."""
         self.consecutive += 1
-        if self.consecutive >= self.limit:
+        return self.consecutive >= self.limit
+
+    def roll_back(self, step: int, problem: str) -> None:
+        """Count a rollback.
+
+        Raises: TrainingFailed when the run has had all that it may have.
+        """
+        if self.rollbacks >= self.max_rollbacks:
             raise TrainingFailed(
-                f"step {step}: {reason}, {self.consecutive} times in a row on "
-                "different batches; parameters are those of the last good step. Try a "
-                "lower training.lr or a longer training.warmup_steps"
+                f"step {step}: {problem}, {self.consecutive} times in a row on "
+                f"different batches, after {self.rollbacks} of "
+                f"training.max_rollbacks={self.max_rollbacks}; the checkpoints are as "
+                "they were. Try a lower training.lr, a longer training.warmup_steps, "
+                "or --resume STEP with an older checkpoint"
             )
+        self.rollbacks += 1
+        self.consecutive = 0
+
+
+class LossHistory:
+    """The losses of the latest applied steps, to which a spike is compared.
+
+    Args: zscore: standard deviations above their mean that make a spike; None judges
+    nothing. window: how many losses; before there are so many, nothing is a spike.
+    Attributes: losses: oldest first, finite, at most ``window``; a checkpoint keeps
+    them, so a resumed run judges alike.
+    """
+
+    def __init__(self, zscore: float | None, window: int):
+        self.zscore, self.window = zscore, window
+        self.losses: list[float] = []
+
+    def add(self, loss: float) -> None:
+        """Remember the loss of an applied step; without a zscore nothing is kept."""
+        if self.zscore is not None and math.isfinite(loss):
+            self.losses = [*self.losses, loss][-self.window :]
+
+    def spike(self, loss: float) -> str | None:
+        """Why a step with this loss must not be applied, or None."""
+        if self.zscore is None or len(self.losses) < self.window:
+            return None
+        mean, deviation = statistics.fmean(self.losses), statistics.stdev(self.losses)
+        if loss - mean <= self.zscore * deviation:
+            return None
+        return (
+            f"loss is {loss:.4f}, a spike: the {self.window} steps before had a mean "
+            f"of {mean:.4f} and a standard deviation of {deviation:.4f}"
+        )
 
 
 def choose_checkpoint(

@@ -1,0 +1,135 @@
+"""Verification: prepared data and checkpoints against everything that they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from mamba3lite.data import DataError
+from mamba3lite.data.shards import BLOCK, load_index, open_shard
+from mamba3lite.data.tokenizers import ByteTokenizer
+from mamba3lite.training.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    list_checkpoints,
+    verify_checkpoint,
+)
+
+
+def verify_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
+    """Check prepared data, a run, its checkpoints, or one of them; nothing is written.
+
+    Args: say: called with a line on each thing that was found sound.
+    Returns: the faults, a line each, which names the file; none when all is well.
+    """
+    if not folder.is_dir():
+        return [f"{folder}: {'not a' if folder.exists() else 'no such'} folder"]
+    if (folder / "index.json").exists():
+        return verify_prepared(folder, say)
+    if (folder / MANIFEST).exists() or folder.name.startswith("step_"):
+        return verify_checkpoints([folder], say)
+    if found := list_checkpoints(folder / "checkpoints") or list_checkpoints(folder):
+        return verify_checkpoints(found, say)
+    return [
+        f"{folder}: found no index.json of prepared data, and no checkpoint step_... "
+        "here or in checkpoints/"
+    ]
+
+
+def verify_checkpoints(
+    checkpoints: list[Path], say: Callable[[str], None]
+) -> list[str]:
+    """Check the files of checkpoints against their manifests, as `verify_folder`."""
+    faults = []
+    for path in checkpoints:
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            faults.append(str(error))
+            continue
+        sizes = [file.stat().st_size for file in path.iterdir()]
+        say(f"{path}: {len(sizes)} files of {sum(sizes):,} bytes, as in its manifest")
+    return faults
+
+
+def verify_prepared(folder: Path, say: Callable[[str], None]) -> list[str]:
+    """Check index, shards, token ids, documents and counts, as `verify_folder`."""
+    try:
+        index = load_index(folder)
+    except DataError as error:
+        return [str(error)]
+    say(f"{folder / 'index.json'}: matches its own sha256")
+    return [
+        fault
+        for split in index["splits"]
+        for fault in _split_faults(folder, index, split, say)
+    ]
+
+
+def _split_faults(
+    folder: Path, index: dict, split: str, say: Callable[[str], None]
+) -> list[str]:
+    meta, tokenizer = index["splits"][split], index["tokenizer"]
+    faults, shards = [], []
+    for entry in meta["shards"]:
+        try:
+            shards.append(open_shard(folder, entry, tokenizer["vocab_size"]))
+        except DataError as error:
+            faults.append(str(error))
+            continue
+        say(
+            f"{folder / entry['file']}: header, sha256 and ids of {entry['tokens']:,} "
+            "tokens"
+        )
+    if not faults:  # what is said about documents needs every shard
+        where = f"{folder / 'index.json'}: {split}"
+        faults = [f"{where}: {fault}" for fault in _count_faults(meta, shards, index)]
+    if not faults:
+        counted = "" if _counts_bytes(tokenizer) else " (by the index alone)"
+        say(
+            f"{split}: {meta['documents']:,} documents at their offsets, "
+            f"{meta['tokens']:,} tokens, {meta['bytes']:,} bytes of text{counted}"
+        )
+    return faults
+
+
+def _counts_bytes(tokenizer: dict) -> bool:
+    """Whether tokens alone tell how many bytes they stand for."""
+    return tokenizer["name"] == ByteTokenizer.name
+
+
+def _count_faults(meta: dict, shards: list[np.ndarray], index: dict) -> list[str]:
+    """What the index says of a split and its tokens do not."""
+    tokenizer = index["tokenizer"]
+    faults = []
+    n_tokens = sum(len(shard) for shard in shards)
+    if n_tokens != meta["tokens"]:
+        faults.append(f"{meta['tokens']:,} tokens, but its shards hold {n_tokens:,}")
+    opened = _places_of(tokenizer["eos_id"], shards)
+    offsets = np.array(meta["document_offsets"], dtype=np.int64)
+    if not np.array_equal(opened, offsets):
+        faults.append(
+            f"{len(offsets):,} document offsets, which are not the places of its "
+            f"{len(opened):,} EOS tokens"
+        )
+    for what, count in (("names", len(meta["document_names"])),
+                        ("EOS tokens", len(opened))):  # fmt: skip
+        if count != meta["documents"]:
+            faults.append(f"{meta['documents']:,} documents, but {count:,} {what}")
+    n_bytes = n_tokens - len(opened)
+    if _counts_bytes(tokenizer) and n_bytes != meta["bytes"]:
+        faults.append(f"{meta['bytes']:,} bytes, but its shards hold {n_bytes:,}")
+    return faults
+
+
+def _places_of(token: int, shards: list[np.ndarray]) -> np.ndarray:
+    """Where a token stands in the stream that the shards make, int64."""
+    places, begin = [np.empty(0, np.int64)], 0
+    for shard in shards:
+        for start in range(0, len(shard), BLOCK):
+            block = shard[start : start + BLOCK]
+            places.append(np.flatnonzero(block == token) + begin + start)
+        begin += len(shard)
+    return np.concatenate(places)
