@@ -16,7 +16,8 @@
 # - write one optimizer step by hand, and know what accumulation, clipping, the schedule
 #   and the parameter groups each do to it;
 # - read a run folder, and compare a model with `zlib` in bits per byte;
-# - make a step fail, stop a run in the middle, and prove that neither left a trace.
+# - make a step fail, send a run back to its checkpoint, stop it and kill it in the
+#   middle, and prove that none of it left a trace.
 #
 # **Before it** you need the model of
 # [notebook 07](07_block_and_model.ipynb); from PyTorch, a loss, `backward` and an
@@ -44,6 +45,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -92,6 +95,7 @@ from mamba3lite.training.pretrain import (
     evaluate,
     train_step,
 )
+from mamba3lite.training.recovery import TrainingFailed
 
 # %%
 started = time.perf_counter()
@@ -102,7 +106,7 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
 plt.rcParams.update(
     {
-        "figure.dpi": 72,
+        "figure.dpi": 62,
         "figure.figsize": (7.2, 3.0),
         "figure.constrained_layout.use": True,
         "axes.titlesize": 11,
@@ -623,6 +627,15 @@ assert all(rate.real.max() <= -1e-4 for rate in rates)
 # \end{cases}$$
 #
 # It has no memory either: a run that resumes at step $k$ asks for $\eta_k$ and has it.
+#
+# The cosine knows where it ends: $S$ is in every value of it, and a run that shall go
+# on longer should have gone slower from the start. `schedule: wsd` (warm-up, stable,
+# decay) stays at $\eta$ and falls in the last $D$ steps alone,
+#
+# $$\eta_k = \rho \eta + (1 - \rho)\, \eta
+# \left(1 - \sqrt{\frac{k - (S - D)}{D}}\right), \qquad k > S - D ,$$
+#
+# so a checkpoint from before the fall belongs to a run of any length.
 
 # %%
 S = 300
@@ -633,13 +646,24 @@ assert math.isclose(max(rates), 5e-3) and rates.index(max(rates)) == 30 - 1
 assert math.isclose(rates[-1], 0.05 * 5e-3)
 assert math.isclose(rates[165 - 1], (5e-3 + 0.05 * 5e-3) / 2), "half way down"
 
+wsd = training.model_copy(update={"schedule": "wsd"})
+falling = wsd.decay_steps(S)
+stable = [learning_rate(step, S, wsd) for step in range(1, S + 1)]
+longer = [learning_rate(step, 2 * S, wsd) for step in range(1, S + 1)]
+assert falling == 60 and stable[:30] == rates[:30]
+assert set(stable[30:240]) == {5e-3} and longer[:240] == stable[:240]
+assert math.isclose(stable[255 - 1], 5e-3 * (0.05 + 0.95 / 2)), "a quarter in: half"
+assert math.isclose(stable[-1], 0.05 * 5e-3)
+
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.7))
-ax.plot(range(1, S + 1), rates, color=BLUE)
+ax.plot(range(1, S + 1), stable, color=ORANGE, ls="--", label="wsd")
+ax.plot(range(1, S + 1), rates, color=BLUE, label="cosine")
 ax.axvline(30, color=BLACK, lw=0.8, ls=":")
 ax.axhline(0.05 * 5e-3, color=BLACK, lw=0.8, ls=":")
 ax.set(xlabel="optimizer step", ylabel="learning rate", ylim=(0, None))
-ax.set_title("Up in a line for 30 steps, down half a cosine to a twentieth")
+ax.set_title("Up in a line; down half a cosine, or level and then down at the end")
+ax.legend(fontsize=9, loc="lower left", bbox_to_anchor=(0.1, 0.1))
 plt.show()
 
 # %% [markdown]
@@ -910,9 +934,9 @@ def new_run(name, kind=Pretrainer, **changes):
 # would see nothing.
 
 # %%
-def poison(run, position):
+def poison(run, *positions):
     def hook(grad):
-        if run.step + run.skipped == position:
+        if run.step + run.skipped in positions:
             grad = grad.clone()
             grad[0, 0] = math.nan
         return grad
@@ -930,7 +954,7 @@ def bits(run):
     return tensors
 
 # %%
-run = poison(new_run("poisoned"), position=4)
+run = poison(new_run("poisoned"), 4)
 for _ in range(4):
     assert run.next_step().problem is None
 before = bits(run)
@@ -948,7 +972,7 @@ assert run.step == 4, "a step that did not happen is not counted"
 # batch is noted in `metrics.jsonl` and passed over, and all 24 steps are taken.
 
 # %%
-run = poison(new_run("poisoned"), position=4)
+run = poison(new_run("poisoned"), 4)
 report = io.StringIO()
 with contextlib.redirect_stdout(report):
     assert run.run("never") is True
@@ -965,7 +989,7 @@ assert all(tensor.isfinite().all() for tensor in bits(run).values())
 # The same poison with `nan_guard` off: after this one step no parameter is a number.
 
 # %%
-careless = poison(new_run("careless", nan_guard="false"), position=4)
+careless = poison(new_run("careless", nan_guard="false"), 4)
 unguarded = [careless.next_step().loss for _ in range(8)]
 assert all(math.isfinite(loss) for loss in unguarded[:5])
 assert all(math.isnan(loss) for loss in unguarded[5:])
@@ -982,6 +1006,95 @@ ax.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
 ax.set_title("One NaN ends a run, or costs it one batch")
 ax.legend(fontsize=9)
 plt.show()
+
+# %% [markdown]
+# ## Back, and past
+# One bad batch is bad luck. Several in a row say something else: the weights may have
+# gone wrong already, some good-looking steps ago, and no batch will ever do again. Then
+# the run goes *back* to its newest checkpoint. If that were all, it would read the same
+# batches once more and come to the same end; so it goes on *past* every batch that it
+# has read.
+#
+# Here the batches at 12, 13 and 14 are poisoned, and three in a row are too many. Let
+# us write down where the run has been.
+
+# %%
+class Recorded(Pretrainer):
+    def next_step(self):
+        position = self.step + self.skipped
+        result = super().next_step()
+        self.path.append((position, self.step, result.problem))
+        return result
+
+
+back = poison(new_run("back", Recorded, nan_guard_max_consecutive=3), 12, 13, 14)
+back.path = []
+report = io.StringIO()
+with contextlib.redirect_stdout(report):
+    assert back.run("never") is True
+print("\n".join(line for line in report.getvalue().splitlines() if "warn" in line))
+
+rows = read_metrics(back.metrics.path)
+(rollback,) = (row for row in rows if "rollback" in row)
+assert rollback["step"] == 8 and rollback["skipped"] == 15 - 8
+assert [row["step"] for row in rows if "loss" in row] == [*range(1, 25)]
+assert [position for position, _, _ in back.path] == [*range(31)], "each batch once"
+assert [step for _, step, problem in back.path if problem] == [12, 12, 12]
+
+# %%
+fig, ax = plt.subplots(figsize=(7.2, 2.9))
+first, second = back.path[:12], back.path[15:]
+for part, color, mark, label in (
+    (first[:8], BLUE, "o", "kept"),
+    (first[8:], SKY, "o", "undone"),
+    (back.path[12:15], RED, "X", "not applied"),
+    (second, BLUE, "o", None),
+):
+    ax.plot(*list(zip(*part, strict=True))[:2], mark, color=color, label=label)
+ax.annotate("", (14.9, 8.2), (14.1, 11.8), arrowprops={"arrowstyle": "->"})
+ax.axhline(8, color=BLACK, ls=":", lw=1)
+ax.text(18, 8.3, "checkpoint of step 8", fontsize=9)
+ax.set(xlabel="batch, in the order of the data", ylabel="optimizer steps taken")
+ax.set_title("Three bad steps in a row: back to the checkpoint, on with new data")
+ax.legend(fontsize=9, loc="lower right")
+plt.show()
+
+# %% [markdown]
+# What has become of batches 8 to 14? They must have left nothing. Then the run is
+# equal, to the last bit, to one that takes eight steps, jumps to batch 15 and takes the
+# other sixteen, and never hears of a NaN:
+
+# %%
+never_there = new_run("never-there")
+for step in range(24):
+    if step == 8:
+        never_there.skipped = 7
+    assert never_there.next_step().problem is None
+wanted, got = bits(never_there), bits(back)
+assert all(torch.equal(wanted[name], got[name]) for name in wanted), "bit for bit"
+assert (back.step, back.skipped) == (never_there.step, never_there.skipped)
+
+# %% [markdown]
+# ### What breaks: data without end
+# If *every* batch is bad, going back does not help, and going back for ever would only
+# look like training. After `max_rollbacks` the run stops and says what to try; its
+# checkpoints are as they were.
+
+# %%
+hopeless = poison(
+    new_run("hopeless", nan_guard_max_consecutive=3, max_rollbacks=2), *range(10, 99)
+)
+with contextlib.redirect_stdout(io.StringIO()):
+    try:
+        hopeless.run("never")
+        raise AssertionError("it cannot have trained")
+    except TrainingFailed as error:
+        message = str(error)
+print(message)
+left = list_checkpoints(Path("runs/hopeless/checkpoints"))
+assert [path.name for path in left] == ["step_00000000", "step_00000008"]
+for path in left:
+    verify_checkpoint(path)
 
 # %% [markdown]
 # ## Interrupted is the same as uninterrupted
@@ -1035,6 +1148,49 @@ assert wanted.keys() == got.keys()
 assert all(torch.equal(wanted[name], got[name]) for name in wanted), "bit for bit"
 assert curve(resumed) == curve(whole), "each step once, and the same loss"
 assert whole.sample(20) == resumed.sample(20)
+
+# %% [markdown]
+# ### Killed, not asked
+# A stop request is polite. `kill -9`, a power cut or a full memory are not: nothing
+# runs after them, and the steps since the last checkpoint are gone. What must be true
+# is that they come again, the same. So a process of its own trains here, by the
+# plain-script door, and kills itself before step 14; its newest checkpoint is that of
+# step 8.
+
+# %%
+CHILD = """
+import os, signal, sys
+from mamba3lite.training import pretrain
+
+class Killed(pretrain.Pretrainer):
+    def next_step(self):
+        if self.step == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().next_step()
+
+pretrain.Pretrainer = Killed
+pretrain.main(sys.argv[1:])
+"""
+door = ["--config", "sums.yaml", "--checkpoint-dir", "runs/killed"]
+dead = subprocess.run(
+    [sys.executable, "-c", CHILD, *door],
+    env=os.environ | {"OMP_NUM_THREADS": "1"},
+    capture_output=True,
+)
+assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
+there = [path.name for path in list_checkpoints(Path("runs/killed/checkpoints"))]
+assert there == ["step_00000000", "step_00000008"]
+
+# %%
+revived = new_run("killed")
+assert curve(revived)[-1][0] == 13, "it was at step 13 when it died"
+report = io.StringIO()
+with contextlib.redirect_stdout(report):
+    assert revived.run("must") is True
+print(report.getvalue().splitlines()[0])
+got = bits(revived)
+assert all(torch.equal(wanted[name], got[name]) for name in wanted), "bit for bit"
+assert curve(revived) == curve(whole), "steps 9 to 13 stand there once"
 
 # %% [markdown]
 # ### What breaks: a part forgotten
@@ -1091,7 +1247,12 @@ plt.show()
 # ```
 #
 # Ctrl-C stops a run after its step and saves it; the same command continues. For a text
-# of your own, `--set data.source=PATH` with a file or a folder. The run folder holds
+# of your own, `--set data.source=PATH` with a file or a folder.
+# [From text to a model](../docs/guides/pretrain-cli.md) walks through the commands,
+# [when something goes wrong](../docs/guides/training-runbook.md) says what to do about
+# each message, and [tuning](../docs/guides/tuning.md) which settings to turn first.
+#
+# The run folder holds
 # what you have seen: `config.yaml`, `metrics.jsonl`, `curves.png`, `samples.txt`,
 # `checkpoints/`. The step is in `mamba3lite/training/pretrain.py`, the schedule and the
 # groups in `optim.py`, the sampler in `data.py`, checkpoints in `checkpoint.py`, and
@@ -1117,9 +1278,10 @@ assert Path("both.png").read_bytes().startswith(b"\x89PNG")
 #   token cannot be compared across tokenizers.
 # - **A checkpoint is more than weights**, and resuming is proven by equal bits, not by
 #   a curve that looks right.
+# - **Going back means going past**: the same batches would lead to the same end.
 #
 # Each of them is a test, in `tests/test_train_step.py`, `tests/test_data.py`,
-# `tests/test_checkpoint.py` or `tests/test_recovery.py`.
+# `tests/test_checkpoint.py`, `tests/test_faults.py` or `tests/test_fault_steps.py`.
 
 # %%
 os.chdir(home)

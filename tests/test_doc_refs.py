@@ -36,7 +36,6 @@ from typer.main import get_command
 
 from mamba3lite import bench
 from mamba3lite.cli import app
-from mamba3lite.training.config import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 _spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools/site_hook.py")
@@ -49,7 +48,10 @@ Pages = dict[str, str]  # address within the site -> Markdown
 def all_pages(root: Path = ROOT) -> Pages:
     """Every page by its place under docs/; the README stands as ../README.md."""
     docs = root / "docs"
-    found = {p.relative_to(docs).as_posix(): p.read_text() for p in docs.rglob("*.md")}
+    found = {
+        p.relative_to(docs).as_posix(): site.with_settings(p.read_text(), root)
+        for p in docs.rglob("*.md")
+    }
     for path in site.notebooks(root):
         found[f"notebooks/{path.stem}.md"] = site.notebook_page(path)[0]
     return found | {"../README.md": (root / "README.md").read_text()}
@@ -387,6 +389,9 @@ def _command_fault(words: list[str], make_targets: set[str], root: Path) -> str 
             return _marker_fault(words[3:])
         if words[2].startswith("mamba3lite"):
             return _module_fault(words[2], words[3:])
+    if first == "torchrun" and "-m" in words:
+        module = words.index("-m") + 1
+        return _module_fault(words[module], words[module + 1 :])
     if first not in TOOLS:
         return f"unknown command {first}"
     missing = [
@@ -463,6 +468,9 @@ def test_commands_options_and_targets_exist():
         ("Type `python -m mamba3lite`.", "no module"),
         ("```console\npython -m pytest -m gpuu\n```", "no marker gpuu"),
         ("```console\npython -m pytest -m gpu -rs\n```", None),
+        ("```console\ntorchrun -m mamba3lite.training.pretrain --set\n```", None),
+        ("```console\ntorchrun -m mamba3lite.gone\n```", "no module"),
+        ("```console\ntorchrun -m mamba3lite.bench --gone\n```", "no option --gone"),
         ("```console\nfrobnicate x\n```", "unknown command"),
         ("```console\njupyter lab notebooks/99_gone.ipynb\n```", "does not exist"),
     ],
@@ -515,47 +523,6 @@ def test_a_kernel_left_out_or_invented_is_named(tree):
         "_first is in no row",
         "_second is in no row",
         "_third is no kernel",
-    ]
-
-
-# ---------------------------------------------------------------- settings
-
-SETTINGS_PAGES = {
-    "model": ("references/model-reference.md", "## Configuration"),
-    "training": ("references/training-reference.md", "### training"),
-    "data": ("references/training-reference.md", "### data"),
-}
-
-
-def setting_faults(pages: Pages, sections: dict[str, tuple[str, ...]]) -> list[str]:
-    """Settings that their table leaves out, and rows of settings that do not exist."""
-    faults = []
-    for section, (page, heading) in SETTINGS_PAGES.items():
-        part = re.split(r"\n#+ ", pages[page].partition(f"\n{heading}\n")[2])[0]
-        rows = re.findall(r"^\| (`[^|]*) \|", part, re.MULTILINE)
-        named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-        left_out = [name for name in sections[section] if name not in named]
-        invented = sorted(named - set(sections[section]))
-        faults += [f"{section}.{name} is in no row" for name in left_out]
-        faults += [f"{section}.{name} does not exist" for name in invented]
-    return faults
-
-
-def test_every_setting_has_its_row_and_every_row_its_setting():
-    assert setting_faults(all_pages(), SECTIONS) == []
-
-
-def test_a_setting_left_out_or_invented_is_named():
-    pages = {
-        "references/model-reference.md": "\n## Configuration\n| `width` | 3 |\n## Next",
-        "references/training-reference.md": "\n### training\n| `lr`, `lrr` | 1 |\n"
-        "### data\n| key |\n|---|\n| a `source` | |\n",
-    }
-    sections = {"model": ("width",), "training": ("lr", "seed"), "data": ("source",)}
-    assert setting_faults(pages, sections) == [
-        "training.seed is in no row",
-        "training.lrr does not exist",
-        "data.source is in no row",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The MkDocs hook: notebooks and measurements as pages, formulas, code anchors.
+"""The MkDocs hook: notebooks, measurements, settings as pages; formulas, code anchors.
 
 Nothing is written outside the site: notebook pages and their figures are handed to
 MkDocs in memory, so its strict checks of links and anchors see them like any page,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import dataclasses
 import json
 import logging
 import math
@@ -18,9 +19,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
+from typing import Literal, NamedTuple, get_args, get_origin
 from xml.etree import ElementTree
 
 import griffe
+import yaml
 from latex2mathml.converter import convert
 from markdown import Markdown
 from markdown.extensions import Extension
@@ -29,6 +33,7 @@ from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from pydantic.fields import FieldInfo
 
 log = logging.getLogger("mkdocs.hooks.site")
 
@@ -647,6 +652,137 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [heads, rule, *rows])
 
 
+# ---------------------------------------------------------------- settings
+
+SETTINGS = re.compile(r"^<!-- settings (\w+) -->$", re.MULTILINE)
+WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+KINDS = {bool: "true or false", int: "integer", float: "number", str: "text"}
+
+
+class Setting(NamedTuple):
+    """One key of a configuration: its default as YAML, and what it may be."""
+
+    default: str
+    allowed: str
+
+
+def with_settings(markdown: str, root: Path) -> str:
+    """A page with the table of a section in the place of each of its markers.
+
+    Raises:
+        PluginError: a setting without a meaning in tools/settings.yaml, or the reverse.
+    """
+    if not SETTINGS.search(markdown):
+        return markdown
+    text = (root / "tools/settings.yaml").read_text(encoding="utf-8")
+    sections, meanings = settings(), yaml.safe_load(text)
+    return SETTINGS.sub(
+        lambda match: settings_table(
+            match[1], sections[match[1]], meanings.get(match[1], {})
+        ),
+        markdown,
+    )
+
+
+def settings() -> dict[str, dict[str, Setting]]:
+    """Every setting of every section, read from the schema of the package itself."""
+    from mamba3lite.training import config  # imports torch, which few builds need
+
+    pages = {"training": config.TrainingConfig, "data": config.DataConfig}
+    found = {
+        name: {key: _setting(field) for key, field in page.model_fields.items()}
+        for name, page in pages.items()
+    }
+    model = config.ModelConfig
+    found["model"] = {
+        field.name: Setting(_yaml(field.default), _allowed_in_model(field, config))
+        for field in dataclasses.fields(model)
+    }
+    return found
+
+
+def _setting(field: FieldInfo) -> Setting:
+    """The row of a pydantic field: `int | None = Field(None, ge=1)`."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    if get_origin(field.annotation) is Literal:
+        return Setting(_yaml(field.default), ", ".join(f"`{kind}`" for kind in kinds))
+    bounds = [
+        f"{word} {_power(getattr(bound, name))}"
+        for bound in field.metadata
+        for name, word in WORDS.items()
+        if hasattr(bound, name)
+    ]
+    named = "not empty" if any(hasattr(m, "min_length") for m in field.metadata) else ""
+    return Setting(_yaml(field.default), _joined(KINDS[kinds[0]], named, *bounds))
+
+
+def _allowed_in_model(field: dataclasses.Field, config: ModuleType) -> str:
+    """ModelConfig is a plain dataclass, which checks by the type of the default."""
+    model, kind = config.ModelConfig, type(field.default)
+    if field.name in model._CHOICES:
+        return ", ".join(f"`{choice}`" for choice in model._CHOICES[field.name])
+    if kind is bool:
+        values = [v for v in (True, False) if _accepted(model, {field.name: v})]
+        return " or ".join(_yaml(value) for value in values)
+    most = config.MOST_BY_SETTING.get(field.name)
+    bounds = [f"at most {_power(most)}"] if most else []
+    return _joined(KINDS[kind], "at least 1" if kind is int else "above 0", *bounds)
+
+
+def _accepted(model: type, fields: dict[str, object]) -> bool:
+    try:
+        model(**fields)
+    except ValueError:
+        return False
+    return True
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _yaml(value: object) -> str:
+    """A default as one writes it in a file; `none` for a setting that is left out."""
+    if value is None:
+        return "none"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return re.sub(r"e-0(\d)", r"e-\1", text)
+
+
+def _power(value: float) -> str:
+    """Large powers of two as such."""
+    exponent = round(math.log2(value)) if value > 2**16 else 0
+    power = exponent and value == 2**exponent
+    return f"2<sup>{exponent}</sup>" if power else f"{value}"
+
+
+def settings_table(
+    section: str, found: dict[str, Setting], meanings: dict[str, str]
+) -> str:
+    """The settings of a section, each with an anchor `#section-key`.
+
+    Raises:
+        PluginError: the keys of the two are not the same.
+    """
+    if missing := [key for key in found if key not in meanings]:
+        raise PluginError(f"tools/settings.yaml: {section}.{missing[0]} has no meaning")
+    if invented := [key for key in meanings if key not in found]:
+        raise PluginError(
+            f"tools/settings.yaml: {section}.{invented[0]} is not a setting"
+        )
+    rows = [
+        f"| `{key}`{{ #{section}-{key} }} | {row.allowed} | {_code(row.default)} | "
+        f"{' '.join(str(meanings[key]).split())} |"
+        for key, row in found.items()
+    ]
+    heads = "| key | allowed | default | meaning |\n|---|---|---|---|"
+    return "\n".join([heads, *rows])
+
+
+def _code(default: str) -> str:
+    return default if default == "none" else f"`{default}`"
+
+
 # ---------------------------------------------------------------- MkDocs events
 
 
@@ -688,7 +824,7 @@ def _notebook_files(config: MkDocsConfig) -> Iterator[File]:
 
 
 def on_page_markdown(markdown: str, page, config: MkDocsConfig, **_: object) -> str:
-    """Put the tables of a benchmark file in the place of its marker."""
+    """Put the tables of measurements and settings in the place of their markers."""
     folder = Path(config.docs_dir, page.file.src_uri).parent
 
     def tables(match: re.Match[str]) -> str:
@@ -698,7 +834,7 @@ def on_page_markdown(markdown: str, page, config: MkDocsConfig, **_: object) -> 
         report = json.loads(path.read_text(encoding="utf-8"))
         return benchmark_markdown(report, match[1])
 
-    return BENCHMARK.sub(tables, markdown)
+    return with_settings(BENCHMARK.sub(tables, markdown), _root(config))
 
 
 def on_page_content(html: str, page, **_: object) -> str:

@@ -26,6 +26,7 @@ FORMAT = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 MANIFEST = "manifest.json"
 FILES = (MODEL, OPTIMIZER, STATE)
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(ValueError):
@@ -45,18 +46,29 @@ def save_checkpoint(
     """Write ``root/step_<state['step']>`` atomically and verify what was written.
 
     Args: root: the run's ``checkpoints`` folder. model: the raw model, not a compiled
-    wrapper. state: JSON values; ``step`` names the folder.
+    wrapper, and whole. state: JSON values; ``step`` names the folder.
     Returns: the folder.
     Raises: OSError when the disk refuses (the temporary folder is removed again),
     CheckpointError when what was written does not read back.
     """
+    tensors = model_tensors(model), optimizer_tensors(model, optimizer)
+    return write_checkpoint(root, *tensors, state)
+
+
+def write_checkpoint(
+    root: Path,
+    weights: dict[str, Tensor],
+    moments: dict[str, Tensor],
+    state: dict[str, Any],
+) -> Path:
+    """``save_checkpoint`` for tensors by name; raises and returns the same."""
     final = root / step_name(state["step"])
     temporary = root / f".tmp-{final.name}"
     root.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        _write_files(temporary, model, optimizer, state)
+        _write_files(temporary, weights, moments, state)
         os.rename(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -66,12 +78,9 @@ def save_checkpoint(
     return final
 
 
-def _write_files(folder: Path, model, optimizer, state: dict[str, Any]) -> None:
-    weights, _ = split_tied(model.state_dict())
-    _save_tensors(
-        {n: t.detach().contiguous() for n, t in weights.items()}, folder / MODEL
-    )
-    _save_tensors(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
+def _write_files(folder: Path, weights, moments, state: dict[str, Any]) -> None:
+    _save_tensors(weights, folder / MODEL)
+    _save_tensors(moments, folder / OPTIMIZER)
     _write_json(folder / STATE, {"format": FORMAT, **state})
     for name in FILES:
         _fsync(folder / name)
@@ -249,17 +258,33 @@ def load_model(path: Path, model: nn.Module) -> None:
 
     Raises: CheckpointError listing the tensors that differ in name or shape.
     """
-    own = model.state_dict()
-    unique, ties = split_tied(own)
-    stored = _load_tensors(path / MODEL)
-    _refuse_difference(path / MODEL, _shapes(stored), _shapes(unique))
+    stored = read_weights(path, model)
+    _, ties = split_tied(model.state_dict())
     model.load_state_dict(stored | {name: stored[ties[name]] for name in ties})
+
+
+def read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """A checkpoint's weights, tied ones once, which fit the model.
+
+    Raises: CheckpointError listing the tensors that differ in name or shape.
+    """
+    stored, own = _load_tensors(path / MODEL), dict(model.named_parameters())
+    _refuse_difference(path / MODEL, _shapes(stored), _shapes(own))
+    return stored
 
 
 def load_optimizer(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Copy a checkpoint's AdamW moments into an optimizer of the same model.
+
+    Raises: CheckpointError listing the tensors that differ in name or shape.
+    """
+    put_moments(optimizer, read_moments(path, model))
+
+
+def read_moments(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """A checkpoint's AdamW moments, which fit the model; none before the first update.
 
     Raises: CheckpointError listing the tensors that differ in name or shape.
     """
@@ -271,15 +296,34 @@ def load_optimizer(
         expected[f"{name}.step"] = ()
     # Before the first update there are no moments to store.
     _refuse_difference(path / OPTIMIZER, _shapes(stored), expected if stored else {})
+    return stored
+
+
+def put_moments(optimizer: torch.optim.Optimizer, moments: dict[str, Tensor]) -> None:
+    """Copy AdamW moments by parameter name into an optimizer; none empties it."""
     packed = optimizer.state_dict()
     names = [n for group in packed["param_groups"] for n in group["param_names"]]
-    keys = ("step", "exp_avg", "exp_avg_sq")
     packed["state"] = {
-        index: {key: stored[f"{name}.{key}"] for key in keys}
+        index: {key: moments[f"{name}.{key}"] for key in MOMENTS}
         for index, name in enumerate(names)
-        if stored
+        if moments
     }
     optimizer.load_state_dict(packed)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a whole model: its weights, tied ones once."""
+    weights, _ = split_tied(model.state_dict())
+    return {name: weight.detach().contiguous() for name, weight in weights.items()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer) -> dict[str, Tensor]:
+    """What a checkpoint holds of its optimizer: AdamW's moments by parameter name."""
+    return {
+        f"{name}.{key}": value.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 def split_tied(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -318,14 +362,6 @@ def restore_rng(states: dict[str, Any]) -> None:
 
 # --------------------------------------------------------------------------------------
 # Small pieces
-
-
-def _optimizer_tensors(model: nn.Module, optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}.{key}": value.detach().contiguous()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

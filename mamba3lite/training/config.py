@@ -69,6 +69,8 @@ class TrainingConfig(BaseModel):
     profile_start: int | None = Field(None, ge=1)
     profile_steps: int = Field(3, ge=1)
     memory_snapshot: bool = False
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    dist_timeout_s: int = Field(600, ge=1, lt=10**6)
 
     def decay_steps(self, total_steps: int) -> int:
         """Steps at the end of a wsd schedule in which the learning rate falls."""
@@ -266,6 +268,9 @@ ALIASES = {
     "use_wandb": "training.wandb",
     "project": "training.wandb_project",
     "profile_length": "training.profile_steps",
+    "strategy": "training.parallel",
+    "distributed": "training.parallel",
+    "ddp_timeout": "training.dist_timeout_s",
     "output_dir": "training.save_dir",
     "out_dir": "training.save_dir",
     "random_seed": "training.seed",

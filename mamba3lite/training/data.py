@@ -136,7 +136,11 @@ class PretrainDataset:
         return *self._windows(windows), torch.from_numpy(windows)
 
     def eval_batches(
-        self, batch_rows: int, windows: Sequence[int] | None = None
+        self,
+        batch_rows: int,
+        windows: Sequence[int] | None = None,
+        rank: int = 0,
+        size: int = 1,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Windows in order, for evaluation: each target of the split exactly once.
 
@@ -144,15 +148,22 @@ class PretrainDataset:
         others are. The last window is padded with EOS, and its targets with -100.
 
         Args: batch_rows: windows at a time; windows: some of 0 to n_eval_windows - 1,
-        or all of them.
+        or all of them; rank, size: every size-th window, from number rank on. All
+        ranks get as many batches: one that has no window left, one without targets.
         Yields: tokens, targets, doc_ids, int64, (batch_rows, T) or fewer at the end.
         Raises: ValueError for a window that does not exist.
         """
         if batch_rows < 1:
             raise ValueError(f"batch_rows: got {batch_rows}, wanted 1 or more")
         windows = range(self.n_eval_windows) if windows is None else windows
-        for start in range(0, len(windows), batch_rows):
-            yield self._windows(windows[start : start + batch_rows])
+        longest = len(windows[::size])
+        mine = windows[rank::size]
+        for start in range(0, longest, batch_rows):
+            if part := mine[start : start + batch_rows]:
+                yield self._windows(part)
+            else:
+                tokens, targets, doc_ids = self._windows(windows[:1])
+                yield tokens, torch.full_like(targets, IGNORED_TARGET), doc_ids
 
     def text_bytes(self) -> bytes:
         """All text of the split as one row of bytes, without EOS."""

@@ -240,10 +240,15 @@ def _draw_whole_split(axis, rows: list[dict], color: str) -> None:
 
 
 class Display:
-    """A progress bar on a terminal; plain lines, one per log interval, elsewhere."""
+    """A progress bar on a terminal; plain lines, one per log interval, elsewhere.
 
-    def __init__(self, total_steps: int, console: Console | None = None):
-        self.console = console or Console()
+    Args: quiet: show nothing; another process does.
+    """
+
+    def __init__(
+        self, total_steps: int, console: Console | None = None, quiet: bool = False
+    ):
+        self.console = console or Console(quiet=quiet)
         self.total_steps = total_steps
         self.bar = Progress(
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
@@ -251,7 +256,7 @@ class Display:
             TextColumn("{task.fields[text]}"),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal,
+            disable=not self.console.is_terminal or self.console.quiet,
         )
         self.task = self.bar.add_task("", total=total_steps, text="")
 
@@ -266,7 +271,7 @@ class Display:
         """Print text that stays, above the bar if there is one."""
         if self.console.is_terminal:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        else:
+        elif not self.console.quiet:
             print(text, flush=True)
 
     def step(self, row: dict[str, Any], eta_s: float) -> None:

@@ -36,14 +36,12 @@ from mamba3lite.training.checkpoint import (
     CheckpointError,
     find_checkpoint,
     list_checkpoints,
-    load_model,
-    load_optimizer,
     read_state,
     remove_temporary,
     restore_rng,
     rng_state,
     rotate,
-    save_checkpoint,
+    write_checkpoint,
 )
 from mamba3lite.training.config import (
     ConfigError,
@@ -82,10 +80,21 @@ from mamba3lite.training.optim import (
     project_decay_rates,
     set_learning_rate,
 )
+from mamba3lite.training.parallel import (
+    ALONE,
+    Ranks,
+    is_main_process,
+    leave,
+    lost_how,
+    lost_rank,
+    rows_of_rank,
+    world_size,
+)
 from mamba3lite.training.profiling import ProfileWindow, allocator_peak
 from mamba3lite.training.recovery import (
     BadStepGuard,
     LossHistory,
+    RankFailed,
     RunError,
     RunLock,
     StopSignals,
@@ -134,6 +143,7 @@ def train_step(
     bf16: bool = False,
     nan_guard: bool = True,
     spike: Callable[[float], str | None] = lambda loss: None,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
     """One optimizer step over the micro-batches of a global batch.
 
@@ -143,20 +153,24 @@ def train_step(
 
     Args: batches: (tokens, targets, doc_ids), each (rows, T) integers; targets are
     already shifted, -100 is ignored. bf16: run the forward pass under autocast. spike:
-    why a step with this loss must not be applied either, or None.
+    why a step with this loss must not be applied either, or None. ranks: who has the
+    other micro-batches of the global batch.
     """
-    n_valid = sum(int((targets != IGNORED_TARGET).sum()) for _, targets, _ in batches)
+    valid = sum(int((targets != IGNORED_TARGET).sum()) for _, targets, _ in batches)
+    n_valid = int(ranks.sums(valid)[0])
     loss = torch.zeros((), device=batches[0][0].device)
-    for tokens, targets, doc_ids in batches:
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
-            loss_sum, _ = model(
-                tokens, targets=targets, doc_ids=doc_ids, reduction="sum"
-            )
-        mean = loss_sum / max(1, n_valid)
-        mean.backward()
+    for number, (tokens, targets, doc_ids) in enumerate(batches, 1):
+        with ranks.accumulating(model, last=number == len(batches)):
+            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
+                loss_sum, _ = model(
+                    tokens, targets=targets, doc_ids=doc_ids, reduction="sum"
+                )
+            mean = loss_sum / max(1, n_valid)
+            # Gradients are averaged over the ranks, and their sum is wanted.
+            (mean * ranks.size).backward()
         loss += mean.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    result = StepResult(loss.item(), norm.item(), None)
+    norm = ranks.clip(model, grad_clip)
+    result = StepResult(*ranks.control(loss, norm), None)
     problem = find_problem(result, n_valid, nan_guard) or spike(result.loss)
     if problem is None:
         optimizer.step()
@@ -190,13 +204,14 @@ def evaluate(
     bf16: bool = False,
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    ranks: Ranks = ALONE,
 ) -> tuple[float, int] | None:
     """Summed loss in nats and number of targets over a validation split.
 
     Every window starts from a zero state, and the state resets at documents.
 
     Args: windows: some of the windows; all of them when None. progress: called after
-    each batch as progress(windows done, windows in all).
+    each batch as progress(windows done, windows in all). ranks: who shares the windows.
     Returns: (loss_sum, n_targets), or None when ``stop`` asked to give up.
     """
     device = next(model.parameters()).device
@@ -205,7 +220,7 @@ def evaluate(
     loss_sum, n_targets, done = 0.0, 0, 0
     total = data.n_eval_windows if windows is None else len(windows)
     try:
-        for batch in data.eval_batches(batch_rows, windows):
+        for batch in data.eval_batches(batch_rows, windows, ranks.rank, ranks.size):
             if stop():
                 return None
             tokens, targets, doc_ids = (part.to(device) for part in batch)
@@ -215,11 +230,12 @@ def evaluate(
                 )
             loss_sum += float(part)
             n_targets += int(n)
-            done += len(tokens)
-            progress(done, total)
+            done += len(tokens) * ranks.size
+            progress(min(done, total), total)
     finally:
         model.train(training)
-    return loss_sum, n_targets
+    loss_sum, n_targets = ranks.sums(loss_sum, n_targets)
+    return loss_sum, int(n_targets)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -281,7 +297,7 @@ class Pretrainer:
     """One run: build, resume, tidy, loop, finish.
 
     Args: config: checked, with ``training.save_dir`` filled in. data_folder: made by
-    ``prepare``. display: where the lines go.
+    ``prepare``. display: where the lines go. ranks: the processes of the run.
     Raises: DataError, RunError or ConfigError when data and model do not fit.
     """
 
@@ -289,16 +305,25 @@ class Pretrainer:
     final_sample_tokens = 400
     seconds_between_lines = 5.0
 
-    def __init__(self, config: RunConfig, data_folder: Path, display: Display):
+    def __init__(
+        self,
+        config: RunConfig,
+        data_folder: Path,
+        display: Display,
+        ranks: Ranks | None = None,
+    ):
         self.config, self.display = config, display
+        self.ranks = ranks or Ranks()
+        self.rows = rows_of_rank(config, self.ranks.rank, self.ranks.size)
         self.data_folder = data_folder
         self.run_dir = Path(config.training.save_dir)
         self.metrics = MetricsLog(self.run_dir / "metrics.jsonl")
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = self.ranks.device
         precision = config.training.precision
         on_gpu = self.device.type == "cuda"
         self.bf16 = precision == "bf16" or (precision == "auto" and on_gpu)
-        self._open_data()
+        self.ranks.together(self._open_data)
+        self._refuse_different_data()
         self._build_model()
         self.step = self.skipped = self.tokens = 0
         self.saved_step: int | None = None
@@ -307,7 +332,8 @@ class Pretrainer:
         limit = training.nan_guard_max_consecutive
         self.guard = BadStepGuard(limit, training.max_rollbacks)
         self.losses = LossHistory(training.spike_zscore, training.spike_window)
-        self.stop = StopSignals()
+        self.stop = StopSignals(quiet=not self.ranks.main)
+        self.ranks.asked = lambda: self.stop.requested
         self.started, self.earlier_s = time.perf_counter(), 0.0
         self.meter_tokens, self.meter_s = 0, 0.0
         self.shown = time.monotonic()
@@ -324,6 +350,16 @@ class Pretrainer:
                 f"vocabulary of {folder}"
             )
 
+    def _refuse_different_data(self) -> None:
+        """DataError when the hosts of the ranks hold different data."""
+        prints = self.ranks.gather(self.train_data.fingerprint)
+        for rank, found in enumerate(prints):
+            if found != prints[0]:
+                raise DataError(
+                    f"rank {rank}: {self.data_folder} is {found[:12]}, and rank 0 has "
+                    f"{prints[0][:12]} there; copy one folder to every host"
+                )
+
     def _build_model(self) -> None:
         training = self.config.training
         if self.device.type == "cuda":
@@ -333,12 +369,10 @@ class Pretrainer:
         _enforce_triton_env_var(fields, self.display.line)
         take_usable_dispatch(fields, self.device, self.display.line)
         torch.manual_seed(training.seed)
-        self.model = Mamba3Transformer(fields).to(self.device)
-        self.optimizer = build_optimizer(self.model, training)
+        self.model = Mamba3Transformer(fields)
         # Checkpoints, evaluation and samples use the raw model.
-        self.step_model = self.model
-        if training.compile:
-            self.step_model = torch.compile(self.model, mode=training.compile_mode)
+        self.step_model = self.ranks.spread(self.model, training, self.bf16)
+        self.optimizer = build_optimizer(self.model, training)
 
     @property
     def total_steps(self) -> int:
@@ -356,19 +390,18 @@ class Pretrainer:
         Args: resume: ``auto``, ``never``, ``must``, a step, or a checkpoint's path.
         Returns: True when the run is finished, False when it was stopped and saved.
         """
-        require_run_folder(self.run_dir)
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise no_run_folder(self.run_dir, error.strerror) from None
-        with RunLock(self.run_dir), self.stop, self.display:
-            checkpoint = choose_checkpoint(self.run_dir, resume, self.display.line)
+        first, line = self.ranks.first, self.display.line
+        with ExitStack() as stack:
+            first(lambda: self.claim(stack))
+            stack.enter_context(self.stop)
+            stack.enter_context(self.display)
+            checkpoint = first(lambda: choose_checkpoint(self.run_dir, resume, line))
             if checkpoint is not None:
                 self.restore(checkpoint)
-            if self.is_finished():
-                self.display.line(f"{self.run_dir}: this run is already finished")
+            if first(self.is_finished):
+                line(f"{self.run_dir}: this run is already finished")
                 return True
-            self.tidy(checkpoint)
+            first(lambda: self.tidy(checkpoint))
             # A rollback has to have somewhere to go, and a disk that refuses says so
             # before an hour of training and not after.
             self.save()
@@ -376,9 +409,21 @@ class Pretrainer:
                 self.loop()
                 return self.step >= self.total_steps and self.finish()
 
+    def claim(self, stack: ExitStack) -> None:
+        """Make the run folder and lock it, until the stack is left."""
+        require_run_folder(self.run_dir)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise no_run_folder(self.run_dir, error.strerror) from None
+        stack.enter_context(RunLock(self.run_dir))
+
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The profiler and the trackers, open while the run trains."""
+        """The profiler and the trackers, open while the run trains; those of rank 0."""
+        if not self.ranks.main:
+            yield
+            return
         training, log = self.config.training, self.display.line
         self.open_trackers()
         with ProfileWindow(training, self.run_dir, self.device, log) as self.profile:
@@ -396,13 +441,16 @@ class Pretrainer:
     def loop(self) -> None:
         """Step after step until the budget is used or a signal came; then save."""
         training = self.config.training
-        while self.step < self.total_steps and not self.stop.requested:
-            self.profile.before(self.step + 1)
+        main = self.ranks.main
+        while self.step < self.total_steps and not self.ranks.stopping:
+            if main:
+                self.profile.before(self.step + 1)
             result = self.next_step()
             if result.problem is not None:
                 self.skip(result)
                 continue
-            self.profile.after(self.step)
+            if main:
+                self.profile.after(self.step)
             last = self.step == self.total_steps
             if last or self.step % training.log_interval == 0:
                 self.log_step(result)
@@ -412,6 +460,8 @@ class Pretrainer:
                 self.write_sample(self.sample_tokens)
             if self.step % training.save_interval == 0:
                 self.save()
+        if self.ranks.stopping and not self.stop.requested:
+            self.display.line("Another rank was asked to stop.")
         self.save()
 
     def next_step(self) -> StepResult:
@@ -428,6 +478,7 @@ class Pretrainer:
             bf16=self.bf16,
             nan_guard=training.nan_guard,
             spike=self.losses.spike,
+            ranks=self.ranks,
         )
         if result.problem is None:
             self.losses.add(result.loss)
@@ -439,11 +490,11 @@ class Pretrainer:
         return result
 
     def batches(self, position: int) -> list[Batch]:
-        """The micro-batches of the global batch at a position of the sampler."""
+        """This rank's micro-batches of the global batch at a position."""
         rows, micro = self.config.global_rows, self.config.training.micro_batch_size
         batches = []
-        for start in range(0, rows, micro):
-            part = range(start, start + micro)
+        for start in range(0, len(self.rows), micro):
+            part = self.rows[start : start + micro]
             tokens, targets, doc_ids, _ = self.train_data.batch(position, part, rows)
             batch = (tokens, targets, doc_ids)
             batches.append(tuple(x.to(self.device, non_blocking=True) for x in batch))
@@ -454,7 +505,7 @@ class Pretrainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Load everything that decides the rest of the run."""
-        state = read_state(checkpoint)
+        state = self.ranks.first(lambda: read_state(checkpoint))
         self._refuse_other_data(checkpoint, state)
         self._refuse_other_shapes(checkpoint, state)
         if state["step"] > self.total_steps:
@@ -465,7 +516,8 @@ class Pretrainer:
             )
         for change in config_changes(state["config"], self.config):
             self.display.line(f"changed since the checkpoint: {change}")
-        torch.set_num_threads(state["threads"])
+        if state["world_size"] == self.ranks.size:
+            torch.set_num_threads(state["threads"])
         self.load(checkpoint, state)
         self.earlier_s = state["elapsed_s"]
         self.started = time.perf_counter()
@@ -475,8 +527,7 @@ class Pretrainer:
 
     def load(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Take over weights, moments, random state and counters of a checkpoint."""
-        load_model(checkpoint, self.model)
-        load_optimizer(checkpoint, self.model, self.optimizer)
+        self.ranks.load(checkpoint, self.model, self.optimizer)
         restore_rng(state["rng"])
         self.step, self.skipped = state["step"], state["skipped"]
         self.tokens = state["tokens"]
@@ -545,9 +596,15 @@ class Pretrainer:
         """
         if self.saved_step == self.step:
             return
+        weights, moments = self.ranks.collect(self.model, self.optimizer)
+        self.ranks.first(lambda: self.write(weights, moments))
+        self.saved_step = self.step
+
+    def write(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+        """What of a save rank 0 does alone; raises as ``save`` does."""
         root, training = self.run_dir / "checkpoints", self.config.training
         try:
-            path = save_checkpoint(root, self.model, self.optimizer, self.state())
+            path = write_checkpoint(root, weights, moments, self.state())
         except (CheckpointError, OSError) as error:
             on_disk = isinstance(error, OSError)
             reason = f"{root}: {error.strerror}" if on_disk else str(error)
@@ -556,7 +613,6 @@ class Pretrainer:
                 "are as they were, and the same command continues from them"
             ) from None
         rotate(root, training.keep_last, training.keep_every)
-        self.saved_step = self.step
         self.display.line(f"saved {path}")
 
     def state(self) -> dict[str, Any]:
@@ -585,16 +641,17 @@ class Pretrainer:
                 "python": platform.python_version(),
             },
             "threads": torch.get_num_threads(),
-            "world_size": 1,
+            "world_size": self.ranks.size,
         }
 
     # ----------------------------------------------------------------------------------
     # Reports
 
     def record(self, row: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl, and hand it to the trackers."""
-        self.metrics.append(row)
-        self.trackers.append(row)
+        """Write a line of metrics.jsonl, and hand it to the trackers; rank 0 does."""
+        if self.ranks.main:
+            self.metrics.append(row)
+            self.trackers.append(row)
 
     def skip(self, result: StepResult) -> None:
         """Record a bad step, move past its batch, and roll back after too many."""
@@ -619,18 +676,16 @@ class Pretrainer:
         self.guard.roll_back(self.step + 1, problem)
         count = self.guard.rollbacks
         root = self.run_dir / "checkpoints"
+        line, first = self.display.line, self.ranks.first
         try:
-            checkpoint = find_checkpoint(root, self.display.line)
+            checkpoint = first(lambda: find_checkpoint(root, line))
         except CheckpointError as error:
             raise TrainingFailed(f"{problem}, and no way back: {error}") from None
-        self.load(checkpoint, read_state(checkpoint))
+        self.load(checkpoint, first(lambda: read_state(checkpoint)))
         self.guard.consecutive, self.guard.rollbacks = 0, count
         self.skipped = position - self.step
         self.saved_step = self.step
-        set_newer_aside(root, checkpoint, self.display.line)
-        self.forget_later_reports()
-        self.trackers.close()
-        self.open_trackers()
+        first(lambda: self.go_back(root, checkpoint))
         row = {"step": self.step, "skipped": self.skipped, "rollback": count}
         self.record(row | {"problem": problem})
         self.display.line(
@@ -638,10 +693,17 @@ class Pretrainer:
             f"{self.step} ({checkpoint.name}), on past batch {position}"
         )
 
+    def go_back(self, root: Path, checkpoint: Path) -> None:
+        """What of a rollback rank 0 does alone: files, and the trackers."""
+        set_newer_aside(root, checkpoint, self.display.line)
+        self.forget_later_reports()
+        self.trackers.close()
+        self.open_trackers()
+
     def log_step(self, result: StepResult) -> None:
         """Write a training line, and show it."""
         speed = self.meter_tokens / self.meter_s
-        peak = peak_flops(self.device)
+        peak = (peak_flops(self.device) or 0) * self.ranks.size
         left = (self.total_steps - self.step) * self.config.tokens_per_step
         row = {
             "step": self.step,
@@ -671,7 +733,8 @@ class Pretrainer:
                 f"step {self.step}: validation {row['val_bpb']:.4f} bits per byte on "
                 f"{count} of {n} windows"
             )
-            self.draw()
+            if self.ranks.main:
+                self.draw()
 
     def evaluation(self, windows: Sequence[int] | None) -> dict[str, Any] | None:
         """Loss and bits per byte of some or all windows; None when asked to stop.
@@ -679,15 +742,17 @@ class Pretrainer:
         Bits per byte count every target, EOS included, against the bytes of text; of a
         subset, against its share of them.
         """
-        totals = evaluate(
-            self.model,
-            self.val_data,
-            batch_rows=self.config.training.micro_batch_size,
-            windows=windows,
-            bf16=self.bf16,
-            stop=lambda: self.stop.requested,
-            progress=self.show_evaluated if windows is None else lambda *_: None,
-        )
+        with self.ranks.raw():
+            totals = evaluate(
+                self.model,
+                self.val_data,
+                batch_rows=self.config.training.micro_batch_size,
+                windows=windows,
+                bf16=self.bf16,
+                stop=self.ranks.poll,
+                progress=self.show_evaluated if windows is None else lambda *_: None,
+                ranks=self.ranks,
+            )
         if totals is None:
             return None
         loss_sum, n_targets = totals
@@ -709,20 +774,21 @@ class Pretrainer:
 
     def sample(self, n_tokens: int) -> str | None:
         """Text from the empty prompt with seed 0; None when asked to stop."""
-        tokens = stream(
-            self.model,
-            [],
-            eos_id=self.train_data.eos_id,
-            max_new_tokens=n_tokens,
-            stop=lambda: self.stop.requested,
-        )
-        text = self.train_data.tokenizer.decode(list(tokens))
-        return None if self.stop.requested else text
+        with self.ranks.as_rank_0_says(self.model, self.bf16):
+            tokens = stream(
+                self.model,
+                [],
+                eos_id=self.train_data.eos_id,
+                max_new_tokens=n_tokens,
+                stop=self.ranks.poll,
+            )
+            text = self.train_data.tokenizer.decode(list(tokens))
+        return None if self.ranks.stopping else text
 
     def write_sample(self, n_tokens: int) -> str | None:
         """Append a sample to samples.txt; None when asked to stop."""
         text = self.sample(n_tokens)
-        if text is not None:
+        if text is not None and self.ranks.main:
             with (self.run_dir / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"{sample_header(self.step)}{text}\n")
         return text
@@ -752,13 +818,14 @@ class Pretrainer:
         row = self.evaluation(None)
         if row is None:
             return False
-        row["zlib_bpb"] = zlib_bits_per_byte(self.val_data.text_bytes())
-        row["time"] = self.elapsed_s
         text = self.write_sample(self.final_sample_tokens)
         if text is None:
             return False
-        self.record(row | {"val_windows": "all"})
-        self.draw()
+        if self.ranks.main:
+            row["zlib_bpb"] = zlib_bits_per_byte(self.val_data.text_bytes())
+            row["time"] = self.elapsed_s
+            self.record(row | {"val_windows": "all"})
+            self.draw()
         return True
 
 
@@ -802,12 +869,18 @@ def run_training(
     Returns: the exit code: 0 finished or stopped and saved, 1 failed while training,
     2 could not start.
     """
+    ranks, alone = ALONE, is_main_process()
     try:
         config = load_config(config_name, overrides)
-        display = Display(config.total_steps)
-        with explained_failures(config, display.line):
-            (rehearse if dry_run else train)(config, resume, display)
+        rows_of_rank(config, 0, world_size())
+        ranks = Ranks.join(config.training, program)
+        display = Display(config.total_steps, quiet=not ranks.main)
+        with explained_failures(config, display.line, ranks):
+            (rehearse if dry_run else train)(config, resume, display, ranks)
+            ranks.close()
         return 0
+    except RankFailed as error:
+        code, reason, alone = 1, str(error), True
     except TrainingFailed as error:
         code, reason = 1, str(error)
     except (
@@ -823,8 +896,10 @@ def run_training(
     except OSError as error:
         where = error.filename or f"the disk of {config.training.save_dir}"
         code, reason = 1, f"{where}: {error.strerror or error}"
-    print(f"{program}: {reason}", file=sys.stderr)
-    return code
+    # What all ranks know, rank 0 says.
+    if alone:
+        print(f"{program}: {reason}", file=sys.stderr)
+    return leave(code, ranks)
 
 
 WHEN_MEMORY_IS_SHORT = (
@@ -835,26 +910,42 @@ WHEN_MEMORY_IS_SHORT = (
 
 
 @contextmanager
-def explained_failures(config: RunConfig, log: Callable[[str], None]) -> Iterator[None]:
-    """Turn what a device or a compiler refuses into one line, a TrainingFailed.
+def explained_failures(
+    config: RunConfig, log: Callable[[str], None], ranks: Ranks
+) -> Iterator[None]:
+    """Turn what a device, a compiler or another rank does into one line.
 
     Running out of memory prints the memory table before it.
+    Raises: TrainingFailed; of several ranks, RankFailed with its number.
     """
+
+    def failed(reason: str) -> TrainingFailed:
+        if ranks.size == 1:
+            return TrainingFailed(reason)
+        return RankFailed(f"rank {ranks.rank}: {reason}")
+
     try:
         yield
+    except RunError:
+        raise
     except (MemoryError, RuntimeError) as error:
         if out_of_memory(error):
             setting = setting_of(config, torch.cuda.is_available())
             model = ModelConfig.of(config.model_fields_of_run())
             log("\n".join(memory_lines(model, setting)))
-            raise TrainingFailed(
+            raise failed(
                 f"out of memory: {first_line(error)}; {WHEN_MEMORY_IS_SHORT}"
             ) from None
         if config.training.compile and from_compiler(error):
-            raise TrainingFailed(
+            raise failed(
                 f"training.compile: torch.compile failed: {first_line(error)}; set "
                 "training.compile=false to train without it (the checkpoints are as "
                 "they were)"
+            ) from None
+        if ranks.size > 1 and lost_rank(error):
+            raise failed(
+                f"another rank died or left ({lost_how(error)}); the checkpoints are "
+                "as they were, and the same command continues from them"
             ) from None
         raise
 
@@ -879,26 +970,21 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def train(config: RunConfig, resume: str, display: Display) -> None:
+def train(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> None:
     """Prepare the data, run to the end or to a signal, say where the results are."""
-    run_dir = Path(config.training.save_dir)
-    require_run_folder(run_dir)
-    folder = data_folder(config.data)
-    if trained_on(run_dir) == prepared_fingerprint(folder):
-        display.line(f"Data: {folder}, as before")
-        note_changed_source(config.data, folder, display.line)
-    else:
-        prepare_data(config.data, folder, display.line)
-    run = Pretrainer(config, folder, display)
+    folder = ranks.first(lambda: ready_data(config, display.line))
+    run = Pretrainer(config, folder, display, ranks)
     print_config(config, display.line)
+    several = f"{ranks.size} processes ({config.training.parallel}), "
+    processes = several if ranks.size > 1 else ""
     display.line(
         f"{count_parameters(run.model):,} parameters, {run.total_steps:,} steps of "
-        f"{config.tokens_per_step:,} tokens, {run.device}, "
+        f"{config.tokens_per_step:,} tokens, {processes}{run.device}, "
         f"{'bf16 autocast' if run.bf16 else 'float32'}, scan by "
         f"{run.model.cfg.ssd_dispatch}, run folder {run.run_dir}"
     )
     if run.run(resume):
-        report(run)
+        ranks.first(lambda: report(run))
     else:
         display.line(
             f"Stopped at step {run.step:,} of {run.total_steps:,} and saved in "
@@ -906,27 +992,49 @@ def train(config: RunConfig, resume: str, display: Display) -> None:
         )
 
 
-def rehearse(config: RunConfig, resume: str, display: Display) -> None:
-    """The dry run: everything is checked, one step is taken, nothing is written."""
+def ready_data(config: RunConfig, log: Callable[[str], None]) -> Path:
+    """The folder of the data, prepared unless the run has trained on it before."""
     run_dir = Path(config.training.save_dir)
     require_run_folder(run_dir)
+    folder = data_folder(config.data)
+    if trained_on(run_dir) == prepared_fingerprint(folder):
+        log(f"Data: {folder}, as before")
+        note_changed_source(config.data, folder, log)
+    else:
+        prepare_data(config.data, folder, log)
+    return folder
+
+
+def rehearse(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> None:
+    """The dry run: everything is checked, one step is taken, nothing is written."""
+    line = display.line
     with ExitStack() as stack:
-        folder = data_folder(config.data)
-        if trained_on(run_dir) == prepared_fingerprint(folder):
-            note_changed_source(config.data, folder, display.line)
-        elif config.data.train_data_path is not None:
-            prepare_data(config.data, folder, display.line)
-        elif not source_is_prepared(config.data, folder):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            prepare_data(config.data, folder, display.line)
-        run = Pretrainer(config, folder, display)
-        print_config(config, display.line)
-        checkpoint = choose_checkpoint(run.run_dir, resume, display.line)
+        folder = ranks.first(lambda: rehearsal_data(config, line, stack))
+        run = Pretrainer(config, folder, display, ranks)
+        print_config(config, line)
+        checkpoint = ranks.first(lambda: choose_checkpoint(run.run_dir, resume, line))
         if checkpoint is not None:
             run.restore(checkpoint)
-        run.require_space()
+        ranks.first(run.require_space)
         rehearse_step(run)
-        display.line(f"Dry run: nothing was written to {run.run_dir}")
+        line(f"Dry run: nothing was written to {run.run_dir}")
+
+
+def rehearsal_data(
+    config: RunConfig, log: Callable[[str], None], stack: ExitStack
+) -> Path:
+    """The folder of the data, or a temporary one that goes when the stack is left."""
+    run_dir = Path(config.training.save_dir)
+    require_run_folder(run_dir)
+    folder = data_folder(config.data)
+    if trained_on(run_dir) == prepared_fingerprint(folder):
+        note_changed_source(config.data, folder, log)
+    elif config.data.train_data_path is not None:
+        prepare_data(config.data, folder, log)
+    elif not source_is_prepared(config.data, folder):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        prepare_data(config.data, folder, log)
+    return folder
 
 
 def rehearse_step(run: Pretrainer) -> None:
@@ -943,8 +1051,14 @@ def rehearse_step(run: Pretrainer) -> None:
         f"one step: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}, "
         f"{run.meter_s:.2f} s"
     )
-    estimate = memory_of_step(run.model.cfg, setting).peak
     measured = allocator_peak(run.model, run.optimizer, run.next_step)
+    if run.ranks.size > 1:
+        line(
+            f"peak of the tensors in a step: {measured:,} bytes measured on rank 0; "
+            "the table above is of a process alone"
+        )
+        return
+    estimate = memory_of_step(run.model.cfg, setting).peak
     line(
         f"peak of the tensors in a step: {estimate:,} bytes derived, {measured:,} "
         f"measured ({estimate / measured - 1:+.1%})"

@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from mamba3lite.training.config import TrainingConfig
+from mamba3lite.training.parallel import local
 
 
 class ProfileWindow:
@@ -102,7 +103,7 @@ def allocator_peak(
         return torch.cuda.max_memory_allocated(device)
     tensors = [*model.parameters()]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
-    before = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    before = sum(local(tensor).untyped_storage().nbytes() for tensor in tensors)
     cpu = [ProfilerActivity.CPU]
     with _quiet_profile(activities=cpu, profile_memory=True) as profiler:
         step()

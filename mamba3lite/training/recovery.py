@@ -30,6 +30,10 @@ class TrainingFailed(RunError):
     """A run that was going and cannot go on; what it saved is intact."""
 
 
+class RankFailed(TrainingFailed):
+    """A failure that one of several processes has for itself, so it says so itself."""
+
+
 class RunLock:
     """Holds ``run.lock`` in the run folder; the kernel frees it when the process dies.
 
@@ -88,9 +92,12 @@ class StopSignals:
     """Turns the first SIGTERM or SIGINT into a request; the second ends the process.
 
     ``requested`` is polled between steps, evaluation batches and sampled tokens.
+
+    Args: quiet: write no note; another process does.
     """
 
-    def __init__(self):
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
         self.received: signal.Signals | None = None
 
     @property
@@ -111,6 +118,8 @@ class StopSignals:
         if self.requested:
             os._exit(128 + number)
         self.received = signal.Signals(number)
+        if self.quiet:
+            return
         # Not print: the signal may have come in the middle of one.
         note = f"{self.received.name}: finishing this step, then saving; again: quit\n"
         os.write(2, note.encode())
