@@ -528,27 +528,34 @@ def measure_rows(
 
 def measure_peers(
     shape: Shape, checked: Shape, device: torch.device, ceiling: dict, say: Callable
-) -> list[dict]:
+) -> tuple[list[dict], dict[str, str]]:
     """Rows of other projects' scans, bfloat16, on the same numbers.
 
     Rotation and softplus were done before and are not in these times; they are in ours.
     Their error is that of y alone.
+
+    Returns: the rows, and why a peer that is installed has none.
     """
-    rows, part = [], "block_bf16"
+    rows, refused, part = [], {}, "block_bf16"
     need = cost(part, shape)
     proj, A = part_inputs(part, checked, device)
     wanted = oracle(part, [proj, A], checked)[0][0]
     for name, run in peers_here().items():
-        row = time_row(
-            run, list(rotated(*part_inputs(part, shape, device), shape)), device
-        )
-        with torch.no_grad():
-            y = run(*rotated(proj, A, checked))
+        try:
+            inputs = list(rotated(*part_inputs(part, shape, device), shape))
+            row = time_row(run, inputs, device)
+            with torch.no_grad():
+                y = run(*rotated(proj, A, checked))
+        # Another project's code: whatever it raises is its answer, not our fault.
+        except Exception as error:
+            refused[name] = " ".join(str(error).split()) or type(error).__name__
+            say(f"{name} was not measured: {refused[name]}")
+            continue
         row |= {"part": part, "version": name, "precision": "bf16"}
         row["errors"] = {"y": relative_error(y, wanted)}
         rows.append(row | floors(need, ceiling, "bf16"))
         say(describe(row))
-    return rows
+    return rows, refused
 
 
 def describe(row: dict) -> str:
@@ -611,11 +618,17 @@ def sweep_launches(shape: Shape, device: torch.device, say: Callable) -> list[di
 
 
 def candidates(kernel: str, precision: str, shape: Shape) -> Iterator[tuple]:
-    """Launches of a fused kernel worth trying: (BLOCK_D, BLOCK_N, warps, stages)."""
-    sides = (shape.D, shape.D // 2) if kernel == "states" else (0,)
-    blocks = [n for n in (16, 32, 64, 128) if n <= shape.N]
-    warps = (4, 8) if precision == "ieee" else (2, 4, 8)
-    return product([d for d in sides if d in (0, *blocks)], blocks, warps, (1, 2, 3))
+    """Launches of a fused kernel worth trying, as the table has them.
+
+    In bf16 the products of the backward have 64 columns: fewer are compiled wrongly
+    (`ssd_fused._chunk_of`).
+    """
+    sides = (shape.D,) if kernel in ("walk", "chunks") else (0,)
+    least = 64 if precision == "bf16" and kernel == "backward" else 16
+    blocks = [n for n in (16, 32, 64) if min(least, shape.N) <= n <= shape.N]
+    stages = (2, 3, 4) if kernel == "walk" else (1,)
+    registers = (0, 168) if kernel in ("output", "backward") else (0,)
+    return product(sides, blocks, (4,), stages, registers)
 
 
 def time_launch(
@@ -634,9 +647,11 @@ def sweep_fused(shape: Shape, device: torch.device, say: Callable) -> list[dict]
 
     A launch that this device cannot hold is listed with its fault and no time.
     """
-    inputs = part_inputs("block_bf16", shape, device)
     rows = []
+    walk_from = ssd_fused._WALK_FROM
     for precision in ("bf16", "tf32"):
+        part = "block_bf16" if precision == "bf16" else "block_fp32"
+        inputs = part_inputs(part, shape, device)
         run = partial(
             block_scan, shape=shape, ssd_dispatch="fused", precision=precision
         )
@@ -645,37 +660,38 @@ def sweep_fused(shape: Shape, device: torch.device, say: Callable) -> list[dict]
             timed = with_gradients(run, inputs) if backward else partial(run, *inputs)
             shipped = table[precision]
             try:
+                ssd_fused._WALK_FROM = math.inf if kernel == "chunks" else 0
                 for launch in candidates(kernel, precision, shape):
                     table[precision] = launch
                     rows.append(time_launch(kernel, precision, launch, timed, device))
                     say(str(rows[-1]))
             finally:
-                table[precision] = shipped
+                table[precision], ssd_fused._WALK_FROM = shipped, walk_from
     return rows
 
 
-def check_model(config: str) -> None:
+def check_model(config: str, overrides: list[str]) -> None:
     """Refuse a configuration that cannot be loaded, before anything is measured."""
     from mamba3lite.training.config import ConfigError, load_config
 
     try:
-        load_config(config, [])
+        load_config(config, overrides)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def measure_model(config: str, steps: int, device: torch.device, say: Callable) -> list:
+def measure_model(
+    config: str, overrides: list[str], steps: int, device: torch.device, say: Callable
+) -> Iterator[dict]:
     """Training steps of a whole model on random tokens, by the trainer's own step.
 
-    Returns: one row for every dispatch that runs here, eager and compiled: ms a step,
-    tokens/s, MFU where the device's peak is known, peak memory, first and last loss.
+    Yields: one row for every dispatch that runs here, the fused one first, eager and
+    compiled: ms a step, tokens/s, MFU where the device's peak is known, peak memory,
+    first and last loss. One that is out of memory is said, and has no row.
     """
     from mamba3lite.training.config import load_config
-    from mamba3lite.training.estimate import flops_per_token, peak_flops
-    from mamba3lite.training.optim import build_optimizer
-    from mamba3lite.training.pretrain import peak_memory, train_step
 
-    settings = load_config(config, [])
+    settings = load_config(config, overrides)
     fields, training = settings.model_fields_of_run(), settings.training
     shape = Shape(
         training.micro_batch_size, fields["max_seq_len"], fields["n_heads"],
@@ -685,44 +701,65 @@ def measure_model(config: str, steps: int, device: torch.device, say: Callable) 
     tokens = torch.randint(fields["vocab_size"], (shape.B, shape.T + 1), generator=g)
     tokens = tokens.to(device)
     batch = (tokens[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]))
-    on_gpu = device.type == "cuda"
-    rows = []
-    kernels = [k for k in KERNELS if not unavailable(k, shape, device)]
-    for dispatch, compiled in product(["pytorch", *kernels], (False, True)):
+    dispatches = [
+        name
+        for name in ("fused", "pytorch", "triton")
+        if name == "pytorch" or not unavailable(name, shape, device)
+    ]
+    for dispatch, compiled in product(dispatches, (False, True)):
         # Only the fused scan is one operator; the others are complex arithmetic, which
         # the compiler cannot generate for a GPU.
-        if compiled and (dispatch != "fused" or not on_gpu):
+        if compiled and (dispatch != "fused" or device.type != "cuda"):
             continue
-        torch.manual_seed(0)
-        model = Mamba3Transformer(fields | {"ssd_dispatch": dispatch}).to(device)
-        optimizer = build_optimizer(model, training)
-        stepped = torch.compile(model, fullgraph=True) if compiled else model
-        step = partial(train_step, stepped, optimizer, [batch], bf16=on_gpu)
-        losses = [step().loss for _ in range(3)]
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        times = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            losses.append(step().loss)  # reading the loss waits for the device
-            times.append((time.perf_counter() - start) * 1e3)
-        ms = statistics.median(times)
-        rate = shape.B * shape.T / ms * 1e3
-        peak = peak_flops(device)
-        row = {
-            "dispatch": dispatch,
-            "compiled": compiled,
-            "step_ms": ms,
-            "tokens_per_s": rate,
-            "mfu": rate * flops_per_token(model) / peak if peak else None,
-            "peak_gb": peak_memory(device) / 1e9,
-            "first_loss": losses[0],
-            "last_loss": losses[-1],
-        }
-        rows.append(row)
+        fields["ssd_dispatch"] = dispatch
+        try:
+            row = time_steps(fields, training, batch, compiled, steps, device)
+        except torch.OutOfMemoryError:
+            say(f"{config}: {dispatch} is out of memory")
+            continue
+        row = {"dispatch": dispatch, "compiled": compiled} | row
         say(f"{config}: {row}")
-        del model, optimizer, stepped, step
-    return rows
+        yield row
+
+
+def time_steps(
+    fields: dict,
+    training: Any,
+    batch: tuple,
+    compiled: bool,
+    steps: int,
+    device: torch.device,
+) -> dict:
+    """The numbers of a row of `measure_model`, of one new model."""
+    from mamba3lite.training.estimate import flops_per_token, peak_flops
+    from mamba3lite.training.optim import build_optimizer
+    from mamba3lite.training.pretrain import peak_memory, train_step
+
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(0)
+    model = Mamba3Transformer(fields).to(device)
+    optimizer = build_optimizer(model, training)
+    stepped = torch.compile(model, fullgraph=True) if compiled else model
+    step = partial(train_step, stepped, optimizer, [batch], bf16=on_gpu)
+    losses = [step().loss for _ in range(3)]
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        losses.append(step().loss)  # reading the loss waits for the device
+        times.append((time.perf_counter() - start) * 1e3)
+    ms = statistics.median(times)
+    rate = batch[0].numel() / ms * 1e3
+    peak = peak_flops(device)
+    return {
+        "step_ms": ms,
+        "tokens_per_s": rate,
+        "mfu": rate * flops_per_token(model) / peak if peak else None,
+        "peak_gb": peak_memory(device) / 1e9,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
 
 
 def this_machine(device: torch.device) -> dict[str, Any]:
@@ -780,20 +817,22 @@ def run_bench(
     shape: Shape,
     checked: Shape,
     device: torch.device,
-    tune: bool,
-    peers: bool,
-    model: str | None,
-    say: Callable,
+    *,
+    tune: bool = False,
+    peers: bool = False,
+    model: str | None = None,
+    overrides: list[str] | None = None,
+    say: Callable = print,
+    save: Callable[[dict], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Measure everything; returns what `--json` writes."""
+    """Measure everything; returns what `--json` writes.
+
+    Args: save: called with what is there after each part, so that nothing measured is
+    lost by a later one.
+    """
     ceiling = ceilings(device)
     say(", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
     rows = measure_rows(shape, checked, device, ceiling, say)
-    if peers:
-        if device.type != "cuda" or not peers_here():
-            say("no peer measured: they need a CUDA device, and fla installed")
-        else:
-            rows += measure_peers(shape, checked, device, ceiling, say)
     report = {
         "format": FORMAT,
         "date": datetime.now(UTC).date().isoformat(),
@@ -811,13 +850,38 @@ def run_bench(
         "rows": rows,
         "ratios": ratios_of(rows),
     }
+    save(report)
+    if peers:
+        if device.type != "cuda" or not peers_here():
+            say("no peer measured: they need a CUDA device, and fla installed")
+        else:
+            found, refused = measure_peers(shape, checked, device, ceiling, say)
+            report |= {"rows": rows + found, "refused": refused}
+            report["ratios"] = ratios_of(report["rows"])
+            save(report)
     if model:
-        report["model"] = measure_model(model, 20, device, say)
+        report["model"] = []
+        for row in measure_model(model, overrides or [], 20, device, say):
+            report["model"].append(row)
+            save(report)
     if tune and not unavailable("triton", shape, device):
         report["launches"] = sweep_launches(shape, device, say)
+        save(report)
     if tune and not unavailable("fused", shape, device):
         report["fused_launches"] = sweep_fused(shape, device, say)
+        save(report)
     return report
+
+
+def write_report(file: Path | None, report: dict[str, Any]) -> str | None:
+    """Write the report where it was asked for; returns why it could not be."""
+    if file is None:
+        return None
+    try:
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        return f"bench: {file}: {error.strerror}; nothing written"
+    return None
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -846,6 +910,10 @@ def main(
         str | None,
         typer.Option(help="Also train this configuration for 20 steps: pretrain_434m."),
     ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="One setting of --model, as for training."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all numbers to this file.")
     ] = None,
@@ -863,17 +931,22 @@ def main(
         raise typer.BadParameter(f"{json_file} exists; name a new file for --json")
     if json_file and not json_file.parent.is_dir():
         raise typer.BadParameter(f"{json_file.parent} is not a folder")
+    if overrides and not model:
+        raise typer.BadParameter("--set changes the configuration of --model; name one")
     if model:
-        check_model(model)
+        check_model(model, overrides or [])
     shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)
     # The oracle is a loop over time in double precision: a smaller batch for it.
     few = (
         {"B": 2, "T": 2048, "H": 4} if on_gpu else {"B": 1, "T": 2 * chunk_size, "H": 2}
     )
     checked = replace(shape, **few)
+    faults: list[str | None] = []
     report = run_bench(
-        shape, checked, device, tune, peers, model, Console(stderr=True).print
-    )
+        shape, checked, device, tune=tune, peers=peers, model=model,
+        overrides=overrides, say=Console(stderr=True).print,
+        save=lambda part: faults.append(write_report(json_file, part)),
+    )  # fmt: skip
     console = Console()
     console.width = max(console.width, 100)
     console.print(table_of(report["rows"]))
@@ -884,15 +957,9 @@ def main(
             f"{ratio['forward']:.2f} times as fast as {ratio['against']} forward, "
             f"{ratio['forward_backward']:.2f} times with backward"
         )
-    if json_file:
-        text = json.dumps(report, indent=1) + "\n"
-        try:
-            json_file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            typer.echo(
-                f"bench: {json_file}: {error.strerror}; nothing written", err=True
-            )
-            raise typer.Exit(2) from None
+    if any(faults):
+        typer.echo(faults[-1], err=True)
+        raise typer.Exit(2)
 
 
 if __name__ == "__main__":

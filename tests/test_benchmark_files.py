@@ -88,8 +88,8 @@ def fused_launch_faults(rows: list[dict]) -> list[str]:
             for path, value in numbers(row.get("ms"), f"{where}.ms")
             if not (math.isfinite(value) and value > 0)
         ]
-        if len(row["launch"]) != 4:
-            faults.append(f"{where}.launch is {row['launch']}, not four numbers")
+        if len(row["launch"]) != 5:
+            faults.append(f"{where}.launch is {row['launch']}, not five numbers")
     return faults
 
 
@@ -264,10 +264,10 @@ REPORT = {
         model_row("fused", True, 0.5, 0.417),
     ],
     "fused_launches": [
-        *(fused_launch("states", [32, n, 4, 1], ms)
+        *(fused_launch("walk", [32, n, 4, 1, 0], ms)
           for n, ms in [(16, 0.9), (32, 0.5), (64, 0.8), (128, 0.6)]),
-        fused_launch("backward", [0, 16, 8, 2], 1.5),
-        {"kernel": "backward", "precision": "bf16", "launch": [0, 64, 2, 3],
+        fused_launch("backward", [0, 16, 8, 2, 168], 1.5),
+        {"kernel": "backward", "precision": "bf16", "launch": [0, 64, 2, 3, 0],
          "fault": "out of resource: shared memory"},
     ],
 }  # fmt: skip
@@ -315,7 +315,7 @@ def slower(report: dict) -> None:
         (lambda r: r["fused_launches"][5].update(fault=""), "[5] has not one of"),
         (lambda r: r["fused_launches"][4].update(fault="x"), "[4] has not one of"),
         (lambda r: r["fused_launches"][4]["ms"].update(median=0), "median is 0, not"),
-        (lambda r: r["fused_launches"][4]["launch"].pop(), "not four numbers"),
+        (lambda r: r["fused_launches"][4]["launch"].pop(), "not five numbers"),
     ],
 )
 def test_a_damaged_report_is_named(damage: Callable[[dict], object], complaint: str):
@@ -377,14 +377,18 @@ def test_rows_of_a_model_and_of_a_sweep_have_tables():
     assert cells(page, "`pytorch`,&nbsp;eager")[1:] == eager
     compiled = ["0.500", "2,000,000", "41.7%", "3.2", losses]
     assert cells(page, "`fused`,&nbsp;compiled")[1:] == compiled
-    lines = [line for line in page.splitlines() if line.startswith("| `states`")]
+    lines = [line for line in page.splitlines() if line.startswith("| `walk`")]
     assert [line.split("|")[2].strip() for line in lines] == [
         "32 x 32",
         "32 x 128",
         "32 x 64",
     ], "the three fastest of four, the fastest first"
-    assert cells(page, "`backward`,&nbsp;bf16")[1:] == ["16", "8", "2", "1.50"]
+    launch = ["16", "8", "2", "168", "1.50"]
+    assert cells(page, "`backward`,&nbsp;bf16")[1:] == launch
     assert "of 6 launches that were tried; 1 of them did not fit" in page
+    assert "not measured" not in page
+    page = site.benchmark_markdown(REPORT | {"refused": {"fla": "no"}}, "a.json")
+    assert "`fla` was installed and not measured. It said: no" in page
 
 
 def test_an_older_file_without_the_newer_sections_still_has_its_tables():

