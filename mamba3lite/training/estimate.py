@@ -120,10 +120,11 @@ def kept_by_layer(model: ModelConfig, setting: Setting) -> dict[str, int]:
 def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     """Bytes that the scan of one layer keeps, and that it needs besides while it runs.
 
-    fused: the projection and the states that enter the chunks. pytorch: the projection
-    in float32; B and C cut into chunks, turned, and as the four real operands of the
-    products; three C x C matrices a chunk; x; log decays in double precision; the
-    states twice. triton: that without what is inside the chunks, and x complex.
+    fused: the projection, the states that enter the chunks and the last one, and four
+    numbers a step and head. pytorch: the projection in float32; B and C cut into
+    chunks, turned, and as the four real operands of the products; three C x C matrices
+    a chunk; x; log decays in double precision; the states twice. triton: that without
+    what is inside the chunks, and x complex.
     """
     size = 2 if setting.half else 4
     heads, width = model.n_heads, model.n_heads * model.head_dim
@@ -132,12 +133,18 @@ def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     chunk = model.chunk_size
     if model.ssd_dispatch == "pytorch":
         chunk = min(chunk, model.max_seq_len)
+    elif model.ssd_dispatch == "fused":
+        from mamba3lite.models.ssd_fused import _chunk_of  # it imports triton
+
+        sides = model.head_dim, model.state_dim
+        chunk = _chunk_of(chunk, *sides, model.ssd_precision or "tf32")
     chunks = setting.rows * -(-model.max_seq_len // chunk)
     tokens = setting.rows * model.max_seq_len
     padded, state = chunks * chunk, width * model.state_dim
     if model.ssd_dispatch == "fused":
         entry = 2 if model.ssd_precision == "bf16" else 4
         kept = size * tokens * columns + 2 * entry * chunks * state
+        kept += 8 * setting.rows * state + 16 * padded * heads
         return kept, size * tokens * width
     if model.ssd_dispatch == "pytorch":
         inside = 48 * bc + 12 * heads * chunk + 4 * width + 96 * heads
