@@ -164,13 +164,40 @@ def rotated(
     return q, k, v, log_decay.real.float()
 
 
-def peers_here() -> dict[str, Callable]:
-    """Scans of other projects that are installed, as functions of q, k, v and g."""
+def peers_here() -> dict[str, tuple[Callable, Callable]]:
+    """Scans of other projects that are installed.
+
+    Returns: for each, what makes its inputs from q, k, v and g of `rotated`, and the
+    scan of those inputs, which gives y.
+    """
+    found: dict[str, tuple[Callable, Callable]] = {}
     try:
         from fla.ops.simple_gla import chunk_simple_gla
+
+        found["fla"] = (
+            lambda q, k, v, g: [q, k, v, g],
+            lambda q, k, v, g: chunk_simple_gla(q, k, v, g, scale=1.0)[0],
+        )
     except ImportError:
-        return {}
-    return {"fla": lambda q, k, v, g: chunk_simple_gla(q, k, v, g, scale=1.0)[0]}
+        pass
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        scan = partial(mamba_chunk_scan_combined, chunk_size=64)
+        found["mamba_ssm"] = as_mamba2, scan
+    except ImportError:
+        pass
+    return found
+
+
+def as_mamba2(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+    """x, dt, A, B and C of Mamba-2 with one group of B and C a head.
+
+    Its decay is exp(dt A), so that A is -1 and dt the size of a log decay; and it
+    multiplies what is added by dt, which is divided out of x before.
+    """
+    x = (v.float() / -g.unsqueeze(-1)).to(v.dtype)
+    return [x, -g, -torch.ones_like(g[0, 0]), k, q]
 
 
 def unavailable(kernel: str, shape: Shape, device: torch.device) -> str | None:
@@ -540,12 +567,12 @@ def measure_peers(
     need = cost(part, shape)
     proj, A = part_inputs(part, checked, device)
     wanted = oracle(part, [proj, A], checked)[0][0]
-    for name, run in peers_here().items():
+    for name, (prepare, run) in peers_here().items():
         try:
-            inputs = list(rotated(*part_inputs(part, shape, device), shape))
+            inputs = prepare(*rotated(*part_inputs(part, shape, device), shape))
             row = time_row(run, inputs, device)
             with torch.no_grad():
-                y = run(*rotated(proj, A, checked))
+                y = run(*prepare(*rotated(proj, A, checked)))
         # Another project's code: whatever it raises is its answer, not our fault.
         except Exception as error:
             refused[name] = " ".join(str(error).split()) or type(error).__name__
@@ -853,7 +880,7 @@ def run_bench(
     save(report)
     if peers:
         if device.type != "cuda" or not peers_here():
-            say("no peer measured: they need a CUDA device, and fla installed")
+            say("no peer measured: they need a CUDA device, and fla or mamba_ssm")
         else:
             found, refused = measure_peers(shape, checked, device, ceiling, say)
             report |= {"rows": rows + found, "refused": refused}
@@ -904,7 +931,10 @@ def main(
         bool, typer.Option("--tune", help="Also sweep the launch parameters.")
     ] = False,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Also measure fla, where it is installed.")
+        bool,
+        typer.Option(
+            "--peers", help="Also measure fla and mamba_ssm, where installed."
+        ),
     ] = False,
     model: Annotated[
         str | None,

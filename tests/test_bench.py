@@ -7,6 +7,8 @@ import json
 import math
 import os
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -285,6 +287,30 @@ def test_a_sweep_tries_the_shipped_launch_and_only_whole_tiles(precision):
         assert {n for _, n, *_ in bench.candidates(kernel, precision, small)} == {16}
 
 
+def test_mamba2_computes_the_same_from_its_own_inputs(monkeypatch):
+    """Its documented recurrence, h = exp(dt A) h + dt B x and y = C h, as a loop."""
+
+    def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size):
+        h, y = torch.zeros(*x[:, 0].shape, B.shape[-1], dtype=x.dtype), []
+        for t in range(x.shape[1]):
+            step = dt[:, t, :, None, None].to(x.dtype)
+            added = x[:, t, ..., None] * B[:, t, :, None]
+            h = torch.exp(step * A[:, None, None].to(x.dtype)) * h + step * added
+            y.append((h * C[:, t, :, None]).sum(-1))
+        return torch.stack(y, 1)
+
+    module = types.ModuleType("mamba_ssm.ops.triton.ssd_combined")
+    module.mamba_chunk_scan_combined = mamba_chunk_scan_combined
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    prepare, run = bench.peers_here()["mamba_ssm"]
+    proj, A = bench.part_inputs("block_fp32", SMALL, CPU)
+    wanted = bench.oracle("block_fp32", [proj, A], SMALL)[0][0]
+    y = run(*prepare(*bench.rotated(proj.double(), A, SMALL)))
+    assert bench.relative_error(y, wanted) < 1e-5
+
+
 def test_a_peer_that_refuses_is_named_and_loses_no_numbers(monkeypatch):
     """What was measured before it is saved before it, and the rest goes on."""
 
@@ -295,7 +321,8 @@ def test_a_peer_that_refuses_is_named_and_loses_no_numbers(monkeypatch):
         function(*inputs)
         return {"forward_ms": {"median": 1.0}, "forward_backward_ms": {"median": 2.0}}
 
-    peers = {"broken": refuses, "whole": lambda q, k, v, g: v}
+    same = lambda *inputs: list(inputs)  # noqa: E731
+    peers = {"broken": (same, refuses), "whole": (same, lambda q, k, v, g: v)}
     monkeypatch.setattr(bench, "peers_here", lambda: peers)
     monkeypatch.setattr(bench, "time_row", row_of)
     shape = bench.Shape(B=1, T=32, H=2, D=16, N=16, chunk=16)
@@ -315,7 +342,7 @@ def test_what_was_measured_is_saved_before_the_next_part(fails_in, monkeypatch):
     rows = copy.deepcopy(ROWS)
     monkeypatch.setattr(bench, "ceilings", lambda device: {"copy_tb_s": 1.0})
     monkeypatch.setattr(bench, "measure_rows", lambda *args: rows)
-    monkeypatch.setattr(bench, "peers_here", lambda: {"fla": fails})
+    monkeypatch.setattr(bench, "peers_here", lambda: {"fla": (fails, fails)})
     monkeypatch.setattr(bench, "this_machine", lambda device: {})
     monkeypatch.setattr(bench, "measure_peers", lambda *args: ([], {}))
     monkeypatch.setattr(bench, fails_in, fails)
