@@ -414,7 +414,7 @@ def test_a_report_of_a_cpu_has_tables_without_a_kernel():
 def test_a_marker_alone_on_its_line_becomes_the_tables(tmp_path):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/a.json").write_text(json.dumps(REPORT))
-    config = SimpleNamespace(docs_dir=str(tmp_path))
+    config = SimpleNamespace(docs_dir=str(tmp_path), config_file_path="mkdocs.yml")
     page = SimpleNamespace(file=SimpleNamespace(src_uri="benchmarks/index.md"))
     quoted = "`<!-- benchmark a.json -->` in a line"
     text = f"# Page\n\n<!-- benchmark a.json -->\n\n{quoted}\n"

@@ -28,6 +28,7 @@ from trainer_cases import (
     write_config,
 )
 
+import mamba3lite.models
 from mamba3lite.training.metrics import MetricsLog, read_metrics
 from mamba3lite.training.pretrain import Pretrainer, run_training
 from mamba3lite.training.trackers import Trackers
@@ -300,7 +301,8 @@ def test_fault_20_triton_is_missing(
     def without_triton() -> int:
         for name in [n for n in sys.modules if n.startswith("mamba3lite.models.ssd_")]:
             if name != "mamba3lite.models.ssd_complex":
-                del sys.modules[name]
+                del sys.modules[name]  # and what the package remembers of it
+                vars(mamba3lite.models).pop(name.rpartition(".")[2], None)
         sys.modules["triton"] = None
         os.environ["ENABLE_TRITON_KERNELS"] = "1"
         return command(config, f"model.ssd_dispatch={dispatch}")()
