@@ -93,6 +93,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dispatch", "checkpointing"), LARGE)
 def test_the_estimate_of_the_large_models(monkeypatch, name, dispatch, checkpointing):
     config = load_config(
@@ -115,6 +116,7 @@ def test_the_estimate_of_the_large_models(monkeypatch, name, dispatch, checkpoin
     assert got == pytest.approx(wanted, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(

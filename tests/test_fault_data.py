@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 from mamba3lite.cli import app
 from mamba3lite.data.prepare import prepare
 
+pytestmark = pytest.mark.slow
+
 HEADER = struct.Struct("<8sIIQQ32s")  # stated again: the file format is a promise
 FIELDS = ("magic", "version", "itemsize", "n_tokens", "vocab_size", "sha256")
 

@@ -32,7 +32,7 @@ from trainer_cases import (
 from mamba3lite.training.checkpoint import FILES, MANIFEST, list_checkpoints
 from mamba3lite.training.pretrain import run_training
 
-pytestmark = on_cpu
+pytestmark = [on_cpu, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

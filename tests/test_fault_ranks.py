@@ -33,7 +33,7 @@ from trainer_cases import new_run, prepare_corpus, run_config, write_config
 from mamba3lite.training.checkpoint import list_checkpoints, read_state
 from mamba3lite.training.pretrain import Pretrainer
 
-pytestmark = on_cpu
+pytestmark = [on_cpu, pytest.mark.slow]
 SHAPE = {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3}
 KINDS = ["ddp", "fsdp2"]
 GO_ON = "the checkpoints are as they were, and the same command continues from them"

@@ -33,7 +33,7 @@ from mamba3lite.training.metrics import MetricsLog, read_metrics
 from mamba3lite.training.pretrain import Pretrainer, run_training
 from mamba3lite.training.trackers import Trackers
 
-pytestmark = on_cpu
+pytestmark = [on_cpu, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

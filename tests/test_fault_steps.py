@@ -37,6 +37,8 @@ from mamba3lite.training.config import check_config
 from mamba3lite.training.pretrain import Pretrainer
 from mamba3lite.training.recovery import LossHistory, TrainingFailed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):

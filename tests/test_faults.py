@@ -42,7 +42,7 @@ from mamba3lite.training import checkpoint as checkpoint_module
 from mamba3lite.training.metrics import sample_header
 from mamba3lite.training.pretrain import Pretrainer
 
-pytestmark = on_cpu
+pytestmark = [on_cpu, pytest.mark.slow]
 ACCUMULATED = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
 
 

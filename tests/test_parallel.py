@@ -39,7 +39,7 @@ from mamba3lite.training.metrics import read_metrics
 from mamba3lite.training.parallel import Ranks, Watch, rows_of_rank
 from mamba3lite.training.pretrain import Pretrainer
 
-pytestmark = on_cpu
+pytestmark = [on_cpu, pytest.mark.slow]
 KINDS = ["ddp", "fsdp2"]
 STEPS = {
     "micro_batch_size": 2,
