@@ -108,6 +108,21 @@ def test_fault_15_a_bad_override_is_one_line(tmp_path, monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_fault_15_tokens_that_the_model_lacks_are_never_made(
+    tmp_path, monkeypatch, capsys, dry_run
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(GOOD)
+    overrides = ["data.source=stdlib", "data.tokenizer=gpt2"]
+    assert run_training("a.yaml", overrides, dry_run=dry_run) == 2
+    assert capsys.readouterr().err == (
+        "mamba3lite train: model.vocab_size: got 257, should be 50257, the vocabulary "
+        "of data.tokenizer=gpt2\n"
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["a.yaml"]
+
+
 # --------------------------------------------------------------------------------------
 # 19: loggers
 

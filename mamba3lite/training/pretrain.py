@@ -29,6 +29,7 @@ from mamba3lite.data import DataError
 from mamba3lite.data.corpora import source_name, zlib_bits_per_byte
 from mamba3lite.data.prepare import is_prepared, prepare
 from mamba3lite.data.shards import load_index
+from mamba3lite.data.tokenizers import ByteTokenizer, GPT2Tokenizer
 from mamba3lite.generate import stream
 from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
@@ -992,10 +993,23 @@ def train(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> Non
         )
 
 
+def require_vocabulary(config: RunConfig) -> None:
+    """ConfigError before text is prepared as tokens that the model does not have."""
+    kinds = {kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)}
+    wanted = kinds[config.data.tokenizer].vocab_size
+    got = config.model.vocab_size
+    if config.data.train_data_path is None and got != wanted:
+        raise ConfigError(
+            f"model.vocab_size: got {got}, should be {wanted}, the vocabulary of "
+            f"data.tokenizer={config.data.tokenizer}"
+        )
+
+
 def ready_data(config: RunConfig, log: Callable[[str], None]) -> Path:
     """The folder of the data, prepared unless the run has trained on it before."""
     run_dir = Path(config.training.save_dir)
     require_run_folder(run_dir)
+    require_vocabulary(config)
     folder = data_folder(config.data)
     if trained_on(run_dir) == prepared_fingerprint(folder):
         log(f"Data: {folder}, as before")
@@ -1026,6 +1040,7 @@ def rehearsal_data(
     """The folder of the data, or a temporary one that goes when the stack is left."""
     run_dir = Path(config.training.save_dir)
     require_run_folder(run_dir)
+    require_vocabulary(config)
     folder = data_folder(config.data)
     if trained_on(run_dir) == prepared_fingerprint(folder):
         note_changed_source(config.data, folder, log)
@@ -1152,8 +1167,10 @@ def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> 
 
 
 def print_config(config: RunConfig, log: Callable[[str], None]) -> None:
-    """The resolved configuration, one line a section."""
+    """The resolved configuration, one line a section; only what is read."""
     for section, values in config.model_dump(mode="json", exclude_none=True).items():
+        if "train_data_path" in values:  # whose tokens are what they are
+            values.pop("tokenizer")
         log(f"{section}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
 
 
