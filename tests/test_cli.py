@@ -153,6 +153,8 @@ MISTAKES = [
     (["--resume", "must"], "--resume must: "),
     (["--resume", "7"], "--resume 7: "),
     (["--resume", "sometimes"], "--resume sometimes: "),
+    (["--set", "training.LR=1"], "--set: training.LR is not a setting; did you mean "
+     "training.lr? "),
     (["--resume", "²"], "--resume ²: ² is no checkpoint (auto, never, must, a step "),
     (["--config", "nosuch"], "--config nosuch: no such file, nor a shipped "),
 ]  # fmt: skip

@@ -133,6 +133,21 @@ def test_fault_07_none_intact_is_an_error_and_never_a_restart(
     assert contents(folder) == before
 
 
+def test_fault_07_a_checkpoint_under_another_name(
+    stopped, prepared, tmp_path, uninterrupted, capsys
+):
+    """One that is named after a later step would stand in the way of that step."""
+    folder = copy_of(stopped, tmp_path / "run")
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "step_00000005").rename(checkpoints / "step_00000007")
+    run = new_run(run_config(prepared, folder))
+    assert run.run() is True
+    out = capsys.readouterr().out
+    assert "step_00000007: renamed, it holds step 5; its name was step_00000005" in out
+    assert f"Continuing from {checkpoints / 'step_00000003'}\n" in out
+    assert_same_bits(results(run), results(uninterrupted))
+
+
 # --------------------------------------------------------------------------------------
 # 8: disk full during a save
 

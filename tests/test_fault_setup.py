@@ -1,7 +1,9 @@
 """Faults 15, 19 and 20: bad configurations, loggers, memory, compiler, kernels."""
 
+import io
 import os
 import resource
+import shutil
 import sys
 import types
 
@@ -125,6 +127,54 @@ def test_fault_15_tokens_that_the_model_lacks_are_never_made(
 
 # --------------------------------------------------------------------------------------
 # 19: loggers
+
+
+def test_fault_19_lines_that_nobody_takes(prepared, tmp_path, uninterrupted):
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+
+    def into_a_full_device() -> int:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        return command(config)()
+
+    ended = in_child(into_a_full_device)
+    assert ended.code == 0, ended
+    assert ended.err == (
+        "[warn] stdout cannot be written (No space left on device); the run goes on "
+        "without lines\n"
+    )
+    assert losses(tmp_path / "run") == losses(uninterrupted.run_dir)
+
+
+def test_fault_19_a_sample_that_the_terminal_cannot_show(prepared, tmp_path):
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    shown = tmp_path / "shown"
+
+    def in_ascii() -> int:
+        sys.stdout = io.TextIOWrapper(shown.open("wb"), "ascii")
+        Pretrainer.sample = lambda self, n: "caf\u00e9"
+        return command(config)()
+
+    ended = in_child(in_ascii)
+    assert ended.code == 0 and ended.err == "", ended
+    assert "caf\\xe9" in shown.read_text("ascii")
+
+
+def test_fault_19_an_earlier_record_is_set_aside(stopped, prepared, tmp_path):
+    """Without its checkpoints a run starts again; what it reported is kept."""
+    folder = copy_of(stopped, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "samples.txt").write_text("of another run")
+    names = ("metrics.jsonl", "samples.txt")
+    before = {name: (folder / name).read_bytes() for name in names}
+    config = write_config(tmp_path / "a.yaml", prepared, folder)
+    ended = in_child(command(config))
+    assert ended.code == 0 and ended.err == "", ended
+    for name in names:
+        aside = f"earlier-1-{name}"
+        assert (folder / aside).read_bytes() == before[name]
+        line = f"[warn] {name} of an earlier run is set aside as {aside}"
+        assert line in ended.out.splitlines()
+
 
 ON = {"tensorboard": "training.tensorboard=true", "wandb": "training.wandb=true"}
 

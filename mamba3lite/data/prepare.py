@@ -157,6 +157,8 @@ def check_arguments(
         raise DataError(
             f"val_fraction: got {val_fraction}, wanted a number above 0 and below 1"
         )
+    if out == Path():
+        raise DataError("out: got the current folder, wanted one of its own")
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise DataError(f"workers: got {workers}, wanted 1 to {MOST_WORKERS}")
     if is_streamed(source):
@@ -298,6 +300,7 @@ def _finished(
     try:
         index = load_index(out)
         if not survey.gave(index, tokenizer):
+            report("replacing what was prepared here from other text or otherwise", 0, 0, 0)
             return None
         for split in SPLITS:
             for entry in index["splits"][split]["shards"]:

@@ -200,6 +200,11 @@ def verify_checkpoint(path: Path) -> None:
             )
         if _fingerprint(path / name) != expected:
             raise CheckpointError(f"{path}: {name} does not have its SHA-256")
+    step = read_state(path).get("step")
+    if is_step(path.name.removeprefix("step_")) and step != step_of(path):
+        raise CheckpointError(
+            f"{path}: renamed, it holds step {step}; its name was {step_name(step)}"
+        )
 
 
 def newest_checkpoint(root: Path, log: Callable[[str], None]) -> Path | None:

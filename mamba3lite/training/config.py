@@ -638,6 +638,7 @@ def _suggestion(section: str, key: str) -> str | None:
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
     """The closest of some words, if at most a third of its letters need changing."""
+    word = word.lower()
     best = min(words, key=lambda other: edit_distance(word, other), default=None)
     close = best is not None and edit_distance(word, best) <= max(1, len(best) // 3)
     return best if close else None

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -268,11 +269,26 @@ class Display:
         self.bar.stop()
 
     def line(self, text: str) -> None:
-        """Print text that stays, above the bar if there is one."""
-        if self.console.is_terminal:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        elif not self.console.quiet:
-            print(text, flush=True)
+        """Print text that stays, above the bar if there is one.
+
+        A run outlives the reader of its lines: once they cannot be written, a line on
+        stderr says so and the run goes on without.
+        """
+        try:
+            if self.console.is_terminal:
+                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            elif not self.console.quiet:
+                print(text, flush=True)
+        except OSError as error:
+            self.console.quiet = True
+            # What is left in the buffer would fail once more at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with suppress(OSError):
+                print(
+                    f"[warn] stdout cannot be written ({error.strerror}); the run goes "
+                    "on without lines",
+                    file=sys.stderr,
+                )
 
     def step(self, row: dict[str, Any], eta_s: float) -> None:
         """Show one logged step."""

@@ -105,6 +105,7 @@ from mamba3lite.training.recovery import (
     require_run_folder,
     require_space,
     set_newer_aside,
+    set_record_aside,
 )
 from mamba3lite.training.trackers import Trackers
 
@@ -568,7 +569,9 @@ class Pretrainer:
         root = self.run_dir / "checkpoints"
         root.mkdir(exist_ok=True)
         remove_temporary(root)
-        if checkpoint is not None and checkpoint.resolve().parent == root.resolve():
+        if checkpoint is None:
+            set_record_aside(self.run_dir, self.display.line)
+        elif checkpoint.resolve().parent == root.resolve():
             set_newer_aside(root, checkpoint, self.display.line)
         self.forget_later_reports()
         self.require_space()
@@ -871,6 +874,9 @@ def run_training(
     2 could not start.
     """
     ranks, alone = ALONE, is_main_process()
+    for stream_of in (sys.stdout, sys.stderr):
+        if hasattr(stream_of, "reconfigure"):  # a sample may hold any character
+            stream_of.reconfigure(errors="backslashreplace")
     try:
         config = load_config(config_name, overrides)
         rows_of_rank(config, 0, world_size())

@@ -70,6 +70,8 @@ def require_run_folder(run_dir: Path) -> None:
             nearest = nearest.parent
         if not nearest.is_dir():
             raise no_run_folder(run_dir, f"{nearest} is not a folder")
+        if (run_dir / "index.json").exists():
+            raise no_run_folder(run_dir, "prepared data lie there")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise no_run_folder(run_dir, f"{nearest} cannot be written")
         lock = RunLock(run_dir)
@@ -223,6 +225,11 @@ def choose_checkpoint(
             f"--resume {resume}: {chosen} is no checkpoint (auto, never, must, a step "
             f"or a path; steps in {run_dir}: {have})"
         )
+    if inside := list_checkpoints(chosen / "checkpoints") or list_checkpoints(chosen):
+        raise CheckpointError(
+            f"--resume {resume}: {chosen} holds {len(inside)} checkpoints; name one, "
+            f"such as {inside[-1]}"
+        )
     verify_checkpoint(chosen)
     if existing and chosen.resolve().parent != root.resolve():
         raise RunError(
@@ -237,6 +244,17 @@ def set_newer_aside(root: Path, chosen: Path, log: Callable[[str], None]) -> Non
     for path in list_checkpoints(root):
         if step_of(path) > step_of(chosen):
             log(f"[warn] {path.name} is set aside as {set_aside(path).name}")
+
+
+def set_record_aside(run_dir: Path, log: Callable[[str], None]) -> None:
+    """Rename what an earlier run reported here: one from step 0 would replace it."""
+    for name in ("metrics.jsonl", "samples.txt", "curves.png"):
+        path, number = run_dir / name, 1
+        if path.is_file():
+            while (aside := run_dir / f"earlier-{number}-{name}").exists():
+                number += 1
+            path.rename(aside)
+            log(f"[warn] {name} of an earlier run is set aside as {aside.name}")
 
 
 def free_name(run_dir: Path) -> Path:
