@@ -300,7 +300,7 @@ def _finished(
     try:
         index = load_index(out)
         if not survey.gave(index, tokenizer):
-            report("replacing what was prepared here from other text or otherwise", 0, 0, 0)
+            report("replacing what was prepared here otherwise", 0, 0, 0)
             return None
         for split in SPLITS:
             for entry in index["splits"][split]["shards"]:
