@@ -390,6 +390,15 @@ def test_a_bad_source_leaves_the_former_preparation_alone(tmp_path, prepared):
     assert folder_bytes(prepared) == before
 
 
+@pytest.mark.parametrize("out", ["", "."])
+def test_data_get_a_folder_of_their_own(tmp_path, texts, monkeypatch, out):
+    """An empty name is an unset variable; it would fill the current folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"out: got the current folder"):
+        prepare(texts, "byte", out, val_fraction=0.3)
+    assert not (tmp_path / "index.json").exists()
+
+
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, texts):
     def meddle(stage, files, n_files, tokens):
         if stage == "writing" and files == 1:

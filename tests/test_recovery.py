@@ -35,6 +35,8 @@ from mamba3lite.training.recovery import (
     RunLock,
     StopSignals,
     TrainingFailed,
+    choose_checkpoint,
+    require_run_folder,
     require_space,
 )
 
@@ -262,6 +264,23 @@ def test_a_longer_budget_continues_a_finished_run(prepared, tmp_path):
     longer = new_run(run_config(prepared, tmp_path, total_steps=10))
     assert longer.run() is True
     assert set(losses(longer)) == set(range(1, 11))
+
+
+def test_a_run_folder_is_no_checkpoint_to_resume_from(prepared, tmp_path):
+    """One line names the newest that lies in it."""
+    new_run(run_config(prepared, tmp_path)).run()
+    newest = list_checkpoints(tmp_path / "checkpoints")[-1]
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(CheckpointError) as refused:
+            choose_checkpoint(tmp_path / "other", str(folder), print)
+        assert str(refused.value).endswith(f"name one, such as {newest}")
+
+
+def test_prepared_data_are_no_run_folder(prepared, tmp_path):
+    before = {path: path.read_bytes() for path in prepared.rglob("*.json")}
+    with pytest.raises(RunError, match=r"save_dir: .*: prepared data lie there"):
+        require_run_folder(prepared)
+    assert all(path.read_bytes() == data for path, data in before.items())
 
 
 def test_too_little_space_is_refused_before_training(tmp_path):
