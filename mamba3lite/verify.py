@@ -13,7 +13,7 @@ from mamba3lite.data.tokenizers import ByteTokenizer
 from mamba3lite.training.checkpoint import (
     MANIFEST,
     CheckpointError,
-    list_checkpoints,
+    checkpoints_of,
     verify_checkpoint,
 )
 
@@ -30,7 +30,7 @@ def verify_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
         return verify_prepared(folder, say)
     if (folder / MANIFEST).exists() or folder.name.startswith("step_"):
         return verify_checkpoints([folder], say)
-    if found := list_checkpoints(folder / "checkpoints") or list_checkpoints(folder):
+    if found := checkpoints_of(folder):
         return verify_checkpoints(found, say)
     return [
         f"{folder}: found no index.json of prepared data, and no checkpoint step_... "

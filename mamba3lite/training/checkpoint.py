@@ -171,6 +171,11 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def checkpoints_of(folder: Path) -> list[Path]:
+    """Those of a run folder, or those in a checkpoints folder, oldest first."""
+    return list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
+
+
 def verify_checkpoint(path: Path) -> None:
     """Check a checkpoint against its manifest: files, sizes, hashes, format.
 

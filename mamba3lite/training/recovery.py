@@ -12,6 +12,7 @@ from types import FrameType
 
 from mamba3lite.training.checkpoint import (
     CheckpointError,
+    checkpoints_of,
     is_step,
     list_checkpoints,
     newest_checkpoint,
@@ -225,7 +226,7 @@ def choose_checkpoint(
             f"--resume {resume}: {chosen} is no checkpoint (auto, never, must, a step "
             f"or a path; steps in {run_dir}: {have})"
         )
-    if inside := list_checkpoints(chosen / "checkpoints") or list_checkpoints(chosen):
+    if inside := checkpoints_of(chosen):
         raise CheckpointError(
             f"--resume {resume}: {chosen} holds {len(inside)} checkpoints; name one, "
             f"such as {inside[-1]}"

@@ -87,6 +87,11 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of what an error says, or its name."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 KINDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
@@ -109,13 +114,10 @@ class Trackers:
         try:
             self.working[name] = kind(config, run_dir, step)
         except ImportError:
-            self.log(
-                f"[warn] training.{name}: the package {name} is not installed (pip "
-                f"install {name}); the run goes on without it, metrics.jsonl has "
-                "everything"
-            )
+            missing = f"the package {name} is not installed (pip install {name})"
+            self._warn(name, missing)
         except Exception as error:  # theirs to raise, and never worth a run
-            self._warn(name, error)
+            self._warn(name, reason_of(error))
 
     def append(self, row: dict[str, Any]) -> None:
         """Hand a line of metrics.jsonl to each."""
@@ -131,11 +133,10 @@ class Trackers:
             try:
                 action(tracker)
             except Exception as error:  # as above
-                self._warn(name, error)
+                self._warn(name, reason_of(error))
                 del self.working[name]
 
-    def _warn(self, name: str, error: Exception) -> None:
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+    def _warn(self, name: str, reason: str) -> None:
         self.log(
             f"[warn] training.{name}: {reason}; the run goes on without it, "
             "metrics.jsonl has everything"
