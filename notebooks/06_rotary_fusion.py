@@ -79,11 +79,10 @@ plt.rcParams.update(
 )
 
 # %% tags=["export"]
-from contextlib import contextmanager
-
 import torch
 from jaxtyping import Bool, Complex, Float
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mamba3lite.models.ssd_complex import KernelUnavailable, _check_precision
 from mamba3lite.models.ssd_triton import (
@@ -1764,15 +1763,6 @@ def _launch(kernel: str, precision: str, D: int, N: int) -> dict[str, int]:
     return options
 
 
-def _modes(precision: str, reset: Tensor | None) -> dict[str, object]:
-    """What every kernel is compiled for."""
-    return {
-        "PRECISION": precision,
-        "EMULATE": _interpreted(),
-        "HAS_RESET": reset is not None,
-    }
-
-
 def _chunk_of(chunk_size: int, D: int, N: int, precision: str) -> int:
     """Steps per chunk in the kernels, at most those asked for.
 
@@ -1796,6 +1786,50 @@ for precision in ("ieee", "tf32", "bf16"):
 assert _chunk_of(64, 64, 64, "bf16") == _chunk_of(64, 64, 64, "tf32") == 64
 
 # %% [markdown]
+# ## Started again
+# A launch as Triton offers it, `kernel[grid](...)`, looks at every argument: its type,
+# whether a pointer is a multiple of 16, whether a number is one, and whether something
+# was compiled for all of that. Seven launches make a scan and its backward, and on a
+# fast GPU looking takes longer than computing. What it looks up is returned, and can be
+# started itself: `compiled[grid](...)`, then with the constants of the signature in
+# their places. So only the first launch of a kind asks Triton; `_start` remembers the
+# answer under all that the answer depends on. (Lengths are numbers that these kernels
+# are not specialized on; the width of a row follows from the number of heads.)
+
+
+# %% tags=["export"]
+_COMPILED: dict[tuple, tuple] = {}  # what Triton found, and constants by position
+
+
+def _start(kernel, grid: tuple, tensors: tuple, sizes: tuple, H: int, **constants):
+    """Launch a kernel on the current device, which is that of its tensors.
+
+    Args: tensors, sizes: what it takes first, in order. H: heads, whether or not among
+        the sizes. constants: what it is compiled for, and launch options.
+
+    Raises: KernelUnavailable when the device cannot hold it.
+    """
+    known = [(z.dtype, z.data_ptr() % 16 == 0) for z in tensors]
+    device = tensors[0].get_device()
+    key = (kernel.__name__, H, device, *known, *constants.items())
+    if found := _COMPILED.get(key):
+        compiled, by_position = found
+        compiled[grid](*tensors, *sizes, *by_position)
+        return
+    try:
+        compiled = kernel[grid](*tensors, *sizes, **constants)
+    except triton.OutOfResources as error:
+        D, N, C = (constants[name] for name in ("D", "N", "BLOCK_C"))
+        raise KernelUnavailable(
+            f"ssd_fused: head_dim={D}, state_dim={N}, chunk_size={C} do not "
+            f"fit this GPU ({error}). Use ssd_dispatch='pytorch' for this config."
+        ) from error
+    if not _interpreted():
+        names = kernel.arg_names[len(tensors) + len(sizes) :]
+        _COMPILED[key] = compiled, [constants[name] for name in names]
+
+
+# %% [markdown]
 # ## Walk or pass
 # The host side of both directions: allocate, choose, launch. `edge` is what stands at
 # the border: the initial state, or the gradient of the final one. And copy and carry
@@ -1804,19 +1838,6 @@ assert _chunk_of(64, 64, 64, "bf16") == _chunk_of(64, 64, 64, "tf32") == 64
 
 
 # %% tags=["export"]
-@contextmanager
-def _launching(proj: Tensor, D: int, N: int, chunk_size: int):
-    """Launch on the device of proj; a tile that it cannot hold is KernelUnavailable."""
-    try:
-        with torch.cuda.device_of(proj):
-            yield
-    except triton.OutOfResources as error:
-        raise KernelUnavailable(
-            f"ssd_fused: head_dim={D}, state_dim={N}, chunk_size={chunk_size} do not "
-            f"fit this GPU ({error}). Use ssd_dispatch='pytorch' for this config."
-        ) from error
-
-
 def _walks(batch: int, heads: int, n_chunks: int) -> bool:
     """Whether one program takes all chunks of a sequence and head."""
     return batch * heads >= _WALK_FROM or n_chunks == 1
@@ -1830,9 +1851,10 @@ def _new_gates(proj, A, reset, D, N, C):
     H, n_chunks = A.shape[0], -(-time // C)
     gates = proj.new_empty(batch, n_chunks, H, 4, C, dtype=torch.float32)
     if _walks(batch, H, n_chunks):
-        _gates_kernel[(batch * n_chunks, -(-H // _GATE_HEADS))](
-            proj, torch.view_as_real(A), proj if reset is None else reset, gates,
-            time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, BLOCK_H=_GATE_HEADS,
+        _start(
+            _gates_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
+            (proj, torch.view_as_real(A), proj if reset is None else reset, gates),
+            (time, H, width, n_chunks), H, D=D, N=N, BLOCK_C=C, BLOCK_H=_GATE_HEADS,
             HAS_RESET=reset is not None, EMULATE=_interpreted(), num_warps=1,
         )  # fmt: skip
     return gates
@@ -1855,18 +1877,20 @@ def _states(proj, A, reset, gates, edge, dy, D, N, precision, reverse):
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
     states = proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind)
     out = proj.new_empty(batch, H, D, N, 2, dtype=torch.float32)
-    edge_ptr = out if edge is None else torch.view_as_real(edge.contiguous())
-    _states_kernel[(batch * H * parts * (1 if walk else n_chunks),)](
-        proj, torch.view_as_real(A), proj if reset is None else reset,
-        proj if dy is None else dy, gates, edge_ptr, states, out,
-        time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, WALK=walk,
-        REVERSE=reverse, HAS_EDGE=edge is not None, **_modes(precision, reset),
-        **options,
+    edge_ptr = out if edge is None else torch.view_as_real(edge)
+    _start(
+        _states_kernel, (batch * H * parts * (1 if walk else n_chunks), 1, 1),
+        (proj, torch.view_as_real(A), proj if reset is None else reset,
+         proj if dy is None else dy, gates, edge_ptr, states, out),
+        (time, H, width, n_chunks), H, D=D, N=N, BLOCK_C=C, WALK=walk,
+        REVERSE=reverse, HAS_EDGE=edge is not None, HAS_RESET=reset is not None,
+        PRECISION=precision, EMULATE=_interpreted(), **options,
     )  # fmt: skip
     if not walk:
         block = min(_PASS_BLOCK, D * N)
-        _pass_kernel[(batch * H, D * N // block)](
-            states, gates, edge_ptr, out, H, n_chunks, D=D, N=N, BLOCK_C=C,
+        _start(
+            _pass_kernel, (batch * H, D * N // block, 1),
+            (states, gates, edge_ptr, out), (H, n_chunks), H, D=D, N=N, BLOCK_C=C,
             BLOCK=block, REVERSE=reverse, HAS_EDGE=edge is not None,
             HAS_RESET=reset is not None,
         )  # fmt: skip
@@ -2006,7 +2030,7 @@ for flagged in (False, True):
     inputs = proj, A, initial, flags
     states = all_states("forward", inputs, D, N, C, None, None)[0]
     y, fence_stands = poisoned(2, T, H, D)
-    options = _modes("ieee", flags if flagged else None)
+    options = {"PRECISION": "ieee", "EMULATE": _interpreted(), "HAS_RESET": flagged}
     options |= _launch("output", "ieee", D, N)
     _output_kernel[(2 * 3 * H,)](
         proj, on_device(all_gates(inputs, D, N, C)), on_device(states), y, T, H,
@@ -2349,7 +2373,7 @@ for flagged, ends in ((False, True), (True, False)):
     dproj, dproj_fence = poisoned(*proj.shape)
     sums, sums_fence = poisoned(2, 3, H, 4, C)
     totals, totals_fence = poisoned(2, 3, H, 2)
-    options = _modes("ieee", flags if flagged else None)
+    options = {"PRECISION": "ieee", "EMULATE": _interpreted(), "HAS_RESET": flagged}
     options |= _launch("backward", "ieee", D, N)
     _backward_kernel[(2 * 3 * 3 * H,)](
         proj, on_device(all_gates(inputs, D, N, C)), on_device(states),
@@ -2465,52 +2489,60 @@ for flagged in (False, True):
 
 
 # %% tags=["export"]
-@torch.library.custom_op(
-    "mamba3lite::ssd_fused",
-    mutates_args=(),
-    schema=(
-        "(Tensor proj, Tensor A, Tensor? initial_states, Tensor? reset, int head_dim, "
-        "int state_dim, int chunk_size, str precision) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-def _ssd_fused(
-    proj, A, initial_states, reset, head_dim, state_dim, chunk_size, precision
-):
+def _as_it_lies(z: Tensor | None) -> Tensor | None:
+    """z in memory as a kernel reads it: in order, no conjugate or sign left to do."""
+    return None if z is None else z.resolve_conj().resolve_neg().contiguous()
+
+
+def _forward(proj, A, initial_states, reset, head_dim, state_dim, chunk, precision):
     """y, the final states; and for the backward the states entering each chunk and the
     gates.
     """
     batch, time, width = proj.shape
     D, N, H = head_dim, state_dim, A.shape[0]
-    proj, A = proj.contiguous(), A.contiguous()
+    proj, A, edge = map(_as_it_lies, (proj, A, initial_states))
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
     y = proj.new_empty(batch, time, H, D)
-    with _launching(proj, D, N, chunk_size):
-        gates = _new_gates(proj, A, flags, D, N, chunk_size)
+    with torch.cuda.device_of(proj):
+        gates = _new_gates(proj, A, flags, D, N, chunk)
         states, final = _states(
-            proj, A, flags, gates, initial_states, None, D, N, precision, False
+            proj, A, flags, gates, edge, None, D, N, precision, False
         )
-        _output_kernel[(states.shape[1] * batch * H,)](
-            proj, gates, states, y, time, H, width, states.shape[1], D=D, N=N,
-            BLOCK_C=chunk_size, **_modes(precision, reset),
+        n_chunks = states.shape[1]
+        _start(
+            _output_kernel, (n_chunks * batch * H, 1, 1), (proj, gates, states, y),
+            (time, H, width, n_chunks), H, D=D, N=N, BLOCK_C=chunk,
+            HAS_RESET=reset is not None, PRECISION=precision, EMULATE=_interpreted(),
             **_launch("output", precision, D, N),
         )  # fmt: skip
     return y, torch.view_as_complex(final), states, gates
 
 
+_ssd_fused = torch.library.custom_op(
+    "mamba3lite::ssd_fused",
+    _forward,
+    mutates_args=(),
+    schema=(
+        "(Tensor proj, Tensor A, Tensor? initial_states, Tensor? reset, int head_dim, "
+        "int state_dim, int chunk, str precision) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+
+
 @_ssd_fused.register_fake
 def _fake_ssd_fused(
-    proj, A, initial_states, reset, head_dim, state_dim, chunk_size, precision
+    proj, A, initial_states, reset, head_dim, state_dim, chunk, precision
 ):
     batch, time, _ = proj.shape
     D, N, H = head_dim, state_dim, A.shape[0]
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
-    n_chunks = -(-time // chunk_size)
+    n_chunks = -(-time // chunk)
     return (
         proj.new_empty(batch, time, H, D),
         A.new_empty(batch, H, D, N),
         proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind),
-        proj.new_empty(batch, n_chunks, H, 4, chunk_size, dtype=torch.float32),
+        proj.new_empty(batch, n_chunks, H, 4, chunk, dtype=torch.float32),
     )
 
 
@@ -2522,8 +2554,44 @@ def _fake_ssd_fused(
 
 
 # %% tags=["export"]
-@torch.library.custom_op(
+def _backward(
+    proj, A, reset, final, states, gates, dy, dfinal, head_dim, state_dim, precision
+):
+    """Gradients of proj, A and the initial states."""
+    time, width = proj.shape[1:]
+    D, N = head_dim, state_dim
+    batch, n_chunks, H, _, C = gates.shape
+    proj, A, dy, dfinal = map(_as_it_lies, (proj, A, dy, dfinal))
+    flags = None if reset is None else reset.contiguous().view(torch.uint8)
+    dproj = torch.empty_like(proj)
+    sums = proj.new_empty(gates.shape, dtype=torch.float32)
+    totals, shares = sums.new_empty(2, batch * n_chunks, H, 2).unbind()
+    edge = totals if dfinal is None else torch.view_as_real(dfinal)
+    shape = {"D": D, "N": N, "BLOCK_C": C, "HAS_RESET": reset is not None}
+    sizes = time, H, width, n_chunks
+    with torch.cuda.device_of(proj):
+        dstates, dinitial = _states(
+            proj, A, flags, gates, dfinal, dy, D, N, precision, True
+        )
+        _start(
+            _backward_kernel, (batch * n_chunks * 3 * H, 1, 1),
+            (proj, gates, states, dstates, dy, edge, torch.view_as_real(final), dproj,
+             sums, totals), sizes, H, **shape, HAS_EDGE=dfinal is not None,
+            PRECISION=precision, EMULATE=_interpreted(),
+            **_launch("backward", precision, D, N),
+        )  # fmt: skip
+        _start(
+            _steps_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
+            (proj, torch.view_as_real(A), proj if reset is None else flags, sums,
+             totals, dproj, shares), sizes, H, **shape, BLOCK_H=_GATE_HEADS,
+            EMULATE=_interpreted(), num_warps=1,
+        )  # fmt: skip
+    return dproj, torch.view_as_complex(shares.sum(0)), torch.view_as_complex(dinitial)
+
+
+_ssd_fused_backward = torch.library.custom_op(
     "mamba3lite::ssd_fused_backward",
+    _backward,
     mutates_args=(),
     schema=(
         "(Tensor proj, Tensor A, Tensor? reset, Tensor final, Tensor states, "
@@ -2531,36 +2599,6 @@ def _fake_ssd_fused(
         "str precision) -> (Tensor, Tensor, Tensor)"
     ),
 )
-def _ssd_fused_backward(
-    proj, A, reset, final, states, gates, dy, dfinal, head_dim, state_dim, precision
-):
-    """Gradients of proj, A and the initial states."""
-    time, width = proj.shape[1:]
-    D, N = head_dim, state_dim
-    batch, n_chunks, H, _, C = gates.shape
-    proj, A, dy = proj.contiguous(), A.contiguous(), dy.contiguous()
-    flags = None if reset is None else reset.contiguous().view(torch.uint8)
-    dproj = torch.empty_like(proj)
-    sums = proj.new_empty(gates.shape, dtype=torch.float32)
-    totals, shares = sums.new_empty(2, batch * n_chunks, H, 2).unbind()
-    edge = totals if dfinal is None else torch.view_as_real(dfinal.contiguous())
-    rates = torch.view_as_real(A)
-    with _launching(proj, D, N, C):
-        dstates, dinitial = _states(
-            proj, A, flags, gates, dfinal, dy, D, N, precision, True
-        )
-        _backward_kernel[(batch * n_chunks * 3 * H,)](
-            proj, gates, states, dstates, dy, edge, torch.view_as_real(final), dproj,
-            sums, totals, time, H, width, n_chunks, D=D, N=N, BLOCK_C=C,
-            HAS_EDGE=dfinal is not None, **_modes(precision, reset),
-            **_launch("backward", precision, D, N),
-        )  # fmt: skip
-        _steps_kernel[(batch * n_chunks, -(-H // _GATE_HEADS))](
-            proj, rates, proj if reset is None else flags, sums, totals, dproj, shares,
-            time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, BLOCK_H=_GATE_HEADS,
-            HAS_RESET=reset is not None, EMULATE=_interpreted(), num_warps=1,
-        )  # fmt: skip
-    return dproj, torch.view_as_complex(shares.sum(0)), torch.view_as_complex(dinitial)
 
 
 @_ssd_fused_backward.register_fake
@@ -2584,17 +2622,51 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(proj, A, reset, *output[1:])
 
 
-def _differentiate(ctx, dy, dfinal, _dstates, _dgates):
+def _differentiate(
+    ctx, dy, dfinal, _dstates, _dgates, backward=_ssd_fused_backward
+):
     proj, A, reset, final, states, gates = ctx.saved_tensors
     if dy is None:
         dy = proj.new_zeros(*proj.shape[:2], A.shape[0], ctx.options[0])
-    dproj, dA, dinitial = _ssd_fused_backward(
+    dproj, dA, dinitial = backward(
         proj, A, reset, final, states, gates, dy, dfinal, *ctx.options
     )
     return dproj, dA, dinitial if ctx.has_initial else None, *[None] * 5
 
 
 _ssd_fused.register_autograd(_differentiate, setup_context=_save)
+
+
+# %% [markdown]
+# An operator has its price: every call is dispatched several times, through Python, so
+# that whoever asks can watch it. When nobody watches, because nothing compiles and no
+# mode looks at operators, the same two functions are connected by a plain
+# `autograd.Function`.
+
+
+# %% tags=["export"]
+class _Unwatched(torch.autograd.Function):
+    # One method, not `setup_context` beside it: that one costs a look at signatures.
+    @staticmethod
+    def forward(ctx, *inputs):
+        outputs = _forward(*inputs)
+        _save(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        # A second derivative has no formula, and the operator says so.
+        run = _ssd_fused_backward if torch.is_grad_enabled() else _backward
+        return _differentiate(ctx, *gradients, backward=run)
+
+
+def _watched(proj: Tensor) -> bool:
+    """Whether a compiler, a tracer or a mode has to see an operator."""
+    return (
+        torch.compiler.is_compiling()
+        or type(proj) not in (Tensor, torch.nn.Parameter)
+        or is_in_torch_dispatch_mode()
+    )
 
 
 # %% [markdown]
@@ -2717,7 +2789,8 @@ def ssd_fused(
     _check_proj(proj, A, n_heads, head_dim, state_dim, initial_states, reset)
     _check_device(proj.device, "ssd_fused")
     chunk = _chunk_of(chunk_size, head_dim, state_dim, precision)
-    y, final_states, _, _ = _ssd_fused(
+    run = _ssd_fused if _watched(proj) else _Unwatched.apply
+    y, final_states, _, _ = run(
         *(proj, A, initial_states, reset), *(head_dim, state_dim, chunk, precision)
     )
     return (y, final_states) if return_final_states else y
@@ -2914,34 +2987,25 @@ assert max(map(relative_error, got, expected)) < 1e-5
 print("compiled with fullgraph=True, gradients included")
 
 # %% [markdown]
-# How many launches are there? A stand-in for each kernel notes that it was called.
+# How many launches are there? A stand-in for `_start` notes each.
 
 
 # %%
-class Counted:
-    """A kernel that notes its launches in `noted`."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        noted.append(self.kernel.__name__)
-        return self.kernel[grid]
+def noting(kernel, *arguments, started=_start, **constants):
+    noted.append(kernel.__name__)
+    started(kernel, *arguments, **constants)
 
 
-noted = []
-kinds = ("gates", "states", "pass", "output", "backward", "steps")
-names = [f"_{kind}_kernel" for kind in kinds]
-counted = {name: Counted(globals()[name]) for name in names}
-seen = set()
+noted, seen = [], set()
 for way, most in ((ALWAYS, 3), (NEVER, 4)):
     noted.clear()
-    with_names(fused_gradients, inputs, dy, dfinal, "tf32", **way, **counted)
+    with_names(fused_gradients, inputs, dy, dfinal, "tf32", **way, _start=noting)
     seen |= set(noted)
     forward = 1 + noted.index("_output_kernel")
     print(forward, "launches forward,", len(noted) - forward, "backward, and a sum")
     assert forward == 3 and len(noted) - forward == most
-assert seen == set(names)
+kinds = ("gates", "states", "pass", "output", "backward", "steps")
+assert seen == {f"_{kind}_kernel" for kind in kinds}
 
 # %% [markdown]
 # ## Walk, or all chunks at once?

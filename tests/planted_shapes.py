@@ -76,7 +76,8 @@ def test_a_fused_result_of_the_wrong_shape_is_refused(monkeypatch):
     y = torch.zeros(2, 18, 2, 16)
     monkeypatch.setattr(ssd_triton, "HAS_TRITON", True)
     monkeypatch.setattr(ssd_fused, "_check_device", lambda *args: None)
-    monkeypatch.setattr(ssd_fused, "_ssd_fused", lambda *args: (y, *[None] * 3))
+    monkeypatch.setattr(ssd_fused, "_forward", lambda *args: (y, *[None] * 3))
+    monkeypatch.setattr(ssd_fused, "_save", lambda *args: None)
     ssd_fused.ssd_fused(proj, A, **sizes)
     y = y.flatten(2)
     with pytest.raises(TypeCheckError, match="return value"):

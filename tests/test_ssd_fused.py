@@ -41,6 +41,7 @@ from kernel_cases import (
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -159,18 +160,13 @@ KERNELS = (*FORWARD, "_backward_kernel", "_steps_kernel")
 @pytest.fixture
 def launches(monkeypatch) -> list[str]:
     """The name of every kernel that is launched."""
-    launched = []
+    launched, start = [], module._start
 
-    def counted(name, kernel):
-        class Counted:
-            def __getitem__(self, grid):
-                launched.append(name)
-                return kernel[grid]
+    def counted(kernel, *args, **constants):
+        launched.append(kernel.__name__)
+        start(kernel, *args, **constants)
 
-        return Counted()
-
-    for name in KERNELS:
-        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    monkeypatch.setattr(module, "_start", counted)
     return launched
 
 
@@ -179,16 +175,10 @@ def grids(monkeypatch) -> list[tuple]:
     """Name and grid of every launch; nothing is computed."""
     seen = []
 
-    def recorded(name):
-        class Recorded:
-            def __getitem__(self, grid):
-                seen.append((name, grid))
-                return lambda *args, **options: None
+    def recorded(kernel, grid, *args, **constants):
+        seen.append((kernel.__name__, grid))
 
-        return Recorded()
-
-    for name in KERNELS:
-        monkeypatch.setattr(module, name, recorded(name))
+    monkeypatch.setattr(module, "_start", recorded)
     return seen
 
 
@@ -600,6 +590,23 @@ class TestGradients:
         ):
             assert torch.equal(got, wanted)
 
+    def test_an_input_of_any_layout_is_read(self):
+        """Transposed, or with a conjugate or a sign that is not yet in memory."""
+        case = on_device(wide_case(20, 18))
+        proj, state = columns(case), random_state(case).to(DEVICE)
+
+        def run(proj, A, state):
+            options = sizes(case) | {"chunk_size": 16, "initial_states": state}
+            return ssd_fused(proj, A, **options)
+
+        lazy = torch.complex(torch.zeros_like(proj), -proj).conj().imag
+        assert lazy.is_neg()
+        lazy_A, lazy_state = (z.conj_physical().conj() for z in (case.A, state))
+        assert lazy_A.is_conj() and lazy_state.is_conj()
+        wanted = run(proj, case.A, state)
+        for z in (lazy, proj.mT.contiguous().mT):
+            assert torch.equal(run(z, lazy_A, lazy_state), wanted)
+
 
 # ---------------------------------------------------------------- memory
 
@@ -750,6 +757,394 @@ def operator_inputs(optional: bool) -> tuple[tuple, tuple]:
         if z is not None:
             z.requires_grad_()
     return (proj, A, initial, reset, *options), backward
+
+
+class Found:
+    """A stand-in for a kernel: what it was asked to look up, and what was started."""
+
+    arg_names = ("z_ptr", "size", "D", "BLOCK_C", "N")
+    __name__ = "found"
+
+    def __init__(self):
+        self.looked_up, self.started = [], []
+
+    def __getitem__(self, grid):
+        outer = self
+
+        class Compiled:
+            def __getitem__(self, grid):
+                return lambda *args: outer.started.append((grid, *args))
+
+        def look_up(*args, **constants):
+            outer.looked_up.append((grid, args, constants))
+            return Compiled()
+
+        return look_up
+
+
+class TestStart:
+    @pytest.fixture
+    def kernel(self, monkeypatch) -> Found:
+        monkeypatch.setattr(module, "_COMPILED", {})
+        monkeypatch.setattr(module, "_interpreted", lambda: False)
+        return Found()
+
+    def test_what_was_found_is_started_with_constants_by_position(self, kernel):
+        first, second = torch.zeros(8), torch.ones(8)
+        constants = {"BLOCK_C": 16, "D": 64, "num_warps": 4, "N": 32}
+        module._start(kernel, (3, 1, 1), (first,), (20,), 2, **constants)
+        assert kernel.looked_up == [((3, 1, 1), (first, 20), constants)]
+        assert not kernel.started
+        module._start(kernel, (5, 1, 1), (second,), (37,), 2, **constants)
+        assert len(kernel.looked_up) == 1
+        [(grid, got, *rest)] = kernel.started
+        assert grid == (5, 1, 1) and got is second and rest == [37, 64, 16, 32]
+
+    def test_whatever_is_compiled_for_is_looked_up(self, kernel):
+        """A type, an alignment, the number of heads, constants, launch options."""
+        z, shape = torch.zeros(9), {"D": 64, "N": 32, "BLOCK_C": 16}
+        kinds = [
+            ((z[:8],), 2, shape),
+            ((z[:8].half(),), 2, shape),
+            ((z[1:],), 2, shape),
+            ((z[:8],), 16, shape),
+            ((z[:8],), 2, shape | {"N": 64}),
+            ((z[:8],), 2, shape | {"num_warps": 8}),
+        ]
+        for tensors, H, constants in kinds * 2:
+            module._start(kernel, (1, 1, 1), tensors, (9,), H, **constants)
+        assert len(kernel.looked_up) == len(kernel.started) == len(kinds)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that a mode can see."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names = [*getattr(self, "names", []), str(op)]
+        return op(*args, **(kwargs or {}))
+
+
+@needs_triton
+class TestUnwatched:
+    def gradients(self, case, **options):
+        leaves = case.leaves()
+        y = fused(*leaves, **options)
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    def test_an_operator_is_seen_by_a_mode_and_gives_the_same_bits(self):
+        case = on_device(wide_case(40, 27))
+        options = {"reset": resets(case, 9), "precision": "bf16"}
+        plain = self.gradients(case, **options)
+        with Operators() as seen:
+            watched = self.gradients(case, **options)
+        for one, other in zip(plain, watched, strict=True):
+            assert torch.equal(one, other)
+        for name in ("ssd_fused", "ssd_fused_backward"):
+            assert seen.names.count(f"mamba3lite.{name}.default") == 1
+
+    def test_nobody_watches_a_plain_call(self, monkeypatch):
+        monkeypatch.setattr(module, "_ssd_fused", None)
+        monkeypatch.setattr(module, "_ssd_fused_backward", None)
+        self.gradients(on_device(wide_case(40, 28)))
+
+    def test_a_second_derivative_is_refused(self):
+        case = on_device(wide_case(16)).leaves()
+        loss = fused(*case).square().sum()
+        grads = torch.autograd.grad(loss, case.x, create_graph=True)
+        with pytest.raises(RuntimeError, match="ssd_fused_backward"):
+            grads[0].sum().backward()
+
+    def test_a_gradient_of_any_layout_arrives(self):
+        """Of y.sum(), expanded from one number; transposed; through a conjugate."""
+        case = on_device(wide_case(20, 17))
+        weight = torch.randn(1, 16, 20, 2, device=DEVICE).transpose(1, 3).mT
+        assert weight.shape == (1, 2, 16, 20)
+        weight = weight.permute(0, 3, 1, 2)
+        assert not weight.is_contiguous()
+
+        def grads(copy):
+            leaves = case.leaves()
+            y, final = fused(*leaves, return_final_states=True)
+            incoming = (copy(weight), copy(final.detach().conj()))
+            total = torch.autograd.grad(y.sum(), leaves.x, retain_graph=True)
+            return *torch.autograd.grad((y, final), leaves, incoming), *total
+
+        for got, wanted in zip(
+            grads(lambda z: z),
+            grads(lambda z: z.resolve_conj().contiguous()),
+            strict=True,
+        ):
+            assert torch.equal(got, wanted)
+
+    def test_an_input_of_any_layout_is_read(self):
+        """Transposed, or with a conjugate or a sign that is not yet in memory."""
+        case = on_device(wide_case(20, 18))
+        proj, state = columns(case), random_state(case).to(DEVICE)
+
+        def run(proj, A, state):
+            options = sizes(case) | {"chunk_size": 16, "initial_states": state}
+            return ssd_fused(proj, A, **options)
+
+        lazy = torch.complex(torch.zeros_like(proj), -proj).conj().imag
+        assert lazy.is_neg()
+        lazy_A, lazy_state = (z.conj_physical().conj() for z in (case.A, state))
+        assert lazy_A.is_conj() and lazy_state.is_conj()
+        wanted = run(proj, case.A, state)
+        for z in (lazy, proj.mT.contiguous().mT):
+            assert torch.equal(run(z, lazy_A, lazy_state), wanted)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@needs_triton
+class TestMemory:
+    """What is read, what is written, and in which dtype."""
+
+    @pytest.mark.parametrize(
+        ("precision", "start"),
+        [("ieee", PARALLEL), ("bf16", WALKING)],
+        ids=["ieee-parallel", "bf16-walking"],
+    )
+    def test_every_element_is_written(self, precision, start, monkeypatch):
+        """Outputs start as NaN, as kernels that write nothing show."""
+        monkeypatch.setattr(module, "_WALK_FROM", start)
+        case = on_device(wide_case(20, 18, dim=32))
+        proj, reset = columns(case, DTYPES[precision]), resets(case, 0, 9)
+
+        def both():
+            options = (32, 16, 16, precision)
+            y, *kept = module._ssd_fused(proj, case.A, None, reset, *options)
+            dfinal = kept[0]
+            return (
+                *(y, *kept),
+                *module._ssd_fused_backward(
+                    *(proj, case.A, reset, *kept, y, dfinal), 32, 16, precision
+                ),
+            )
+
+        expected = both()
+        assert expected[2].dtype == DTYPES[precision]  # the states that backward reads
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            outputs = both()
+            replace_kernels(monkeypatch, lambda *args, **options: None)
+            poisoned = both()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert len(outputs) == 7
+        for got, poison, wanted in zip(outputs, poisoned, expected, strict=True):
+            assert poison.isnan().all()
+            assert torch.isfinite(torch.view_as_real(wanted + 0j)).all()
+            assert torch.equal(got, wanted)
+
+    @pytest.mark.parametrize("precision", ["tf32", "bf16"])
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+    )
+    def test_y_and_the_gradient_have_the_dtype_of_the_projection(
+        self, dtype, precision
+    ):
+        case = wide_case(20, 19, heads=1)
+        proj = columns(on_device(case), dtype).requires_grad_()
+        y, final = ssd_fused(
+            *(proj, case.A.to(DEVICE)),
+            **sizes(case),
+            chunk_size=16,
+            precision=precision,
+            return_final_states=True,
+        )
+        assert (y.dtype, final.dtype) == (dtype, torch.complex64)
+        functional((y, final)).backward()
+        assert proj.grad.dtype == dtype and proj.grad.shape == proj.shape
+        exact = oracle(as_read(case, dtype))
+        # A stored bfloat16 has eight bits, whatever the products had.
+        limit = TABLE["bf16" if dtype == torch.bfloat16 else precision][0]
+        limit *= SLACK["bf16"]
+        assert relative_error(y.cpu(), exact["y"]) < limit
+        wanted = columns(Case(*(exact[name] for name in Case._fields)), torch.float64)
+        width = y[0, 0].numel()
+        for part in (slice(0, width), slice(width, -1)):  # x; B and C
+            error = relative_error(proj.grad[..., part].cpu(), wanted[..., part])
+            assert error < limit
+
+    @pytest.mark.parametrize("layout", ["sliced", "every second", "time first", "row"])
+    def test_a_projection_in_any_layout(self, layout):
+        case = on_device(wide_case(12, 20, batch=2, heads=1))
+        proj = columns(case)
+        other = {
+            "sliced": lambda z: torch.cat([z, z + 1], -1)[..., : z.shape[-1]],
+            "every second": lambda z: torch.stack([z, z + 1], -1)[..., 0],
+            "time first": lambda z: z.transpose(0, 1).contiguous().transpose(0, 1),
+            "row": lambda z: z[:1].expand(2, -1, -1),
+        }[layout](proj)
+        proj = other.contiguous()
+        assert not other.is_contiguous()
+        results = []
+        for z in (other, proj):
+            z = z.detach().requires_grad_()
+            y = ssd_fused(z, case.A, **sizes(case), chunk_size=16)
+            functional((y,)).backward()
+            results.append((y, z.grad))
+        for got, wanted in zip(*results, strict=True):
+            assert torch.equal(got, wanted)
+
+    def test_other_inputs_in_any_layout(self):
+        """Strided, transposed, conjugated by a flag."""
+        case = on_device(wide_case(20, 21, batch=2))
+        A = torch.stack([case.A, case.A + 1], -1)[:, 0].conj()
+        state = random_state(case).to(DEVICE).mT.contiguous().mT.conj()
+        reset = resets(case, 9).T.contiguous().T
+        assert A.is_conj() and state.is_conj()
+        assert not (A.is_contiguous() or state.is_contiguous() or reset.is_contiguous())
+        got = outcome(fused, case._replace(A=A), state, reset=reset)
+        plain = case._replace(A=A.resolve_conj().contiguous())
+        state = state.resolve_conj().contiguous()
+        assert_equal_bits(got, outcome(fused, plain, state, reset=reset.contiguous()))
+        y = ssd_fused(columns(case), A, **sizes(case), chunk_size=16)
+        assert torch.equal(y, fused(*plain))
+
+    def test_inputs_are_left_as_they_were(self):
+        case = on_device(wide_case(20))
+        inputs = (columns(case), case.A, random_state(case).to(DEVICE), resets(case, 3))
+        copies = [z.clone() for z in inputs]
+        options = {"initial_states": inputs[2], "reset": inputs[3]}
+        ssd_fused(*inputs[:2], **sizes(case), chunk_size=16, **options)
+        for z, copy in zip(inputs, copies, strict=True):
+            assert torch.equal(z, copy)
+
+    @pytest.mark.parametrize("start", [PARALLEL, WALKING], ids=["parallel", "walking"])
+    def test_few_launches(self, start, grids, monkeypatch):
+        """At most three forward, and five backward with the sum over shares of dA."""
+        monkeypatch.setattr(module, "_WALK_FROM", start)
+        y = fused(*on_device(wide_case(50)).leaves())
+        assert 0 < len(grids) <= 3
+        grids.clear()
+        y.sum().backward()
+        assert 0 < len(grids) <= 4
+
+
+# ---------------------------------------------------------------- one operator
+
+
+def operator_inputs(optional: bool) -> tuple[tuple, tuple]:
+    """Arguments of the two operators; with the optional ones, in another layout."""
+    case = on_device(wide_case(17, 22, heads=1))
+    proj, A = columns(case), case.A.clone()
+    initial, reset, dfinal, precision = None, None, None, "tf32"
+    if optional:
+        proj = proj.mT.contiguous().mT
+        initial, reset = random_state(case).to(DEVICE), resets(case, 9)
+        dfinal, precision = initial.clone(), "bf16"
+    options = (16, 16, 16, precision)
+    y, *kept = module._ssd_fused(proj, A, initial, reset, *options)
+    backward = (proj.clone(), A.clone(), reset, *kept, y, dfinal, 16, 16, precision)
+    for z in (proj, A, initial):
+        if z is not None:
+            z.requires_grad_()
+    return (proj, A, initial, reset, *options), backward
+
+
+class Found:
+    """A stand-in for a kernel: what it was asked to look up, and what was started."""
+
+    arg_names = ("z_ptr", "size", "D", "BLOCK_C", "N")
+    __name__ = "found"
+
+    def __init__(self):
+        self.looked_up, self.started = [], []
+
+    def __getitem__(self, grid):
+        outer = self
+
+        class Compiled:
+            def __getitem__(self, grid):
+                return lambda *args: outer.started.append((grid, *args))
+
+        def look_up(*args, **constants):
+            outer.looked_up.append((grid, args, constants))
+            return Compiled()
+
+        return look_up
+
+
+class TestStart:
+    @pytest.fixture
+    def kernel(self, monkeypatch) -> Found:
+        monkeypatch.setattr(module, "_COMPILED", {})
+        monkeypatch.setattr(module, "_interpreted", lambda: False)
+        return Found()
+
+    def test_what_was_found_is_started_with_constants_by_position(self, kernel):
+        first, second = torch.zeros(8), torch.ones(8)
+        constants = {"BLOCK_C": 16, "D": 64, "num_warps": 4, "N": 32}
+        module._start(kernel, (3, 1, 1), (first,), (20,), 2, **constants)
+        assert kernel.looked_up == [((3, 1, 1), (first, 20), constants)]
+        assert not kernel.started
+        module._start(kernel, (5, 1, 1), (second,), (37,), 2, **constants)
+        assert len(kernel.looked_up) == 1
+        [(grid, got, *rest)] = kernel.started
+        assert grid == (5, 1, 1) and got is second and rest == [37, 64, 16, 32]
+
+    def test_whatever_is_compiled_for_is_looked_up(self, kernel):
+        """A type, an alignment, the number of heads, constants, launch options."""
+        z, shape = torch.zeros(9), {"D": 64, "N": 32, "BLOCK_C": 16}
+        kinds = [
+            ((z[:8],), 2, shape),
+            ((z[:8].half(),), 2, shape),
+            ((z[1:],), 2, shape),
+            ((z[:8],), 16, shape),
+            ((z[:8],), 2, shape | {"N": 64}),
+            ((z[:8],), 2, shape | {"num_warps": 8}),
+        ]
+        for tensors, H, constants in kinds * 2:
+            module._start(kernel, (1, 1, 1), tensors, (9,), H, **constants)
+        assert len(kernel.looked_up) == len(kernel.started) == len(kinds)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that a mode can see."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names = [*getattr(self, "names", []), str(op)]
+        return op(*args, **(kwargs or {}))
+
+
+@needs_triton
+class TestUnwatched:
+    def gradients(self, case, **options):
+        leaves = case.leaves()
+        y = fused(*leaves, **options)
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    def test_an_operator_is_seen_by_a_mode_and_gives_the_same_bits(self):
+        case = on_device(wide_case(40, 27))
+        options = {"reset": resets(case, 9), "precision": "bf16"}
+        plain = self.gradients(case, **options)
+        with Operators() as seen:
+            watched = self.gradients(case, **options)
+        for one, other in zip(plain, watched, strict=True):
+            assert torch.equal(one, other)
+        for name in ("ssd_fused", "ssd_fused_backward"):
+            assert seen.names.count(f"mamba3lite.{name}.default") == 1
+
+    def test_nobody_watches_a_plain_call(self, monkeypatch):
+        monkeypatch.setattr(module, "_ssd_fused", None)
+        monkeypatch.setattr(module, "_ssd_fused_backward", None)
+        self.gradients(on_device(wide_case(40, 28)))
+
+    def test_a_transform_gets_the_same_gradient(self):
+        case = on_device(wide_case(40, 29))
+        x, *rest = case.leaves()
+        wanted = torch.autograd.grad(fused(x, *rest).square().sum(), x)[0]
+        loss = lambda x: fused(x, *rest).square().sum()  # noqa: E731
+        assert torch.equal(torch.func.grad(loss)(x.detach()), wanted)
+
+    def test_a_second_derivative_is_refused(self):
+        x, *rest = on_device(wide_case(20, 30, heads=1)).leaves()
+        (dx,) = torch.autograd.grad(fused(x, *rest).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="ssd_fused_backward"):
+            torch.autograd.grad(dx.square().sum(), x)
 
 
 @needs_triton

@@ -11,11 +11,10 @@ __all__ = ["ssd_fused"]
 
 
 # %% notebooks/06_rotary_fusion.py#the-tools
-from contextlib import contextmanager
-
 import torch
 from jaxtyping import Bool, Complex, Float
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mamba3lite.models.ssd_complex import KernelUnavailable, _check_precision
 from mamba3lite.models.ssd_triton import (
@@ -439,15 +438,6 @@ def _launch(kernel: str, precision: str, D: int, N: int) -> dict[str, int]:
     return options
 
 
-def _modes(precision: str, reset: Tensor | None) -> dict[str, object]:
-    """What every kernel is compiled for."""
-    return {
-        "PRECISION": precision,
-        "EMULATE": _interpreted(),
-        "HAS_RESET": reset is not None,
-    }
-
-
 def _chunk_of(chunk_size: int, D: int, N: int, precision: str) -> int:
     """Steps per chunk in the kernels, at most those asked for.
 
@@ -460,20 +450,39 @@ def _chunk_of(chunk_size: int, D: int, N: int, precision: str) -> int:
     return min(chunk_size, 64 if max(D, N) <= 64 else 32)
 
 
-# %% notebooks/06_rotary_fusion.py#walk-or-pass
-@contextmanager
-def _launching(proj: Tensor, D: int, N: int, chunk_size: int):
-    """Launch on the device of proj; a tile that it cannot hold is KernelUnavailable."""
+# %% notebooks/06_rotary_fusion.py#started-again
+_COMPILED: dict[tuple, tuple] = {}  # what Triton found, and constants by position
+
+
+def _start(kernel, grid: tuple, tensors: tuple, sizes: tuple, H: int, **constants):
+    """Launch a kernel on the current device, which is that of its tensors.
+
+    Args: tensors, sizes: what it takes first, in order. H: heads, whether or not among
+        the sizes. constants: what it is compiled for, and launch options.
+
+    Raises: KernelUnavailable when the device cannot hold it.
+    """
+    known = [(z.dtype, z.data_ptr() % 16 == 0) for z in tensors]
+    device = tensors[0].get_device()
+    key = (kernel.__name__, H, device, *known, *constants.items())
+    if found := _COMPILED.get(key):
+        compiled, by_position = found
+        compiled[grid](*tensors, *sizes, *by_position)
+        return
     try:
-        with torch.cuda.device_of(proj):
-            yield
+        compiled = kernel[grid](*tensors, *sizes, **constants)
     except triton.OutOfResources as error:
+        D, N, C = (constants[name] for name in ("D", "N", "BLOCK_C"))
         raise KernelUnavailable(
-            f"ssd_fused: head_dim={D}, state_dim={N}, chunk_size={chunk_size} do not "
+            f"ssd_fused: head_dim={D}, state_dim={N}, chunk_size={C} do not "
             f"fit this GPU ({error}). Use ssd_dispatch='pytorch' for this config."
         ) from error
+    if not _interpreted():
+        names = kernel.arg_names[len(tensors) + len(sizes) :]
+        _COMPILED[key] = compiled, [constants[name] for name in names]
 
 
+# %% notebooks/06_rotary_fusion.py#walk-or-pass
 def _walks(batch: int, heads: int, n_chunks: int) -> bool:
     """Whether one program takes all chunks of a sequence and head."""
     return batch * heads >= _WALK_FROM or n_chunks == 1
@@ -487,9 +496,10 @@ def _new_gates(proj, A, reset, D, N, C):
     H, n_chunks = A.shape[0], -(-time // C)
     gates = proj.new_empty(batch, n_chunks, H, 4, C, dtype=torch.float32)
     if _walks(batch, H, n_chunks):
-        _gates_kernel[(batch * n_chunks, -(-H // _GATE_HEADS))](
-            proj, torch.view_as_real(A), proj if reset is None else reset, gates,
-            time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, BLOCK_H=_GATE_HEADS,
+        _start(
+            _gates_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
+            (proj, torch.view_as_real(A), proj if reset is None else reset, gates),
+            (time, H, width, n_chunks), H, D=D, N=N, BLOCK_C=C, BLOCK_H=_GATE_HEADS,
             HAS_RESET=reset is not None, EMULATE=_interpreted(), num_warps=1,
         )  # fmt: skip
     return gates
@@ -512,18 +522,20 @@ def _states(proj, A, reset, gates, edge, dy, D, N, precision, reverse):
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
     states = proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind)
     out = proj.new_empty(batch, H, D, N, 2, dtype=torch.float32)
-    edge_ptr = out if edge is None else torch.view_as_real(edge.contiguous())
-    _states_kernel[(batch * H * parts * (1 if walk else n_chunks),)](
-        proj, torch.view_as_real(A), proj if reset is None else reset,
-        proj if dy is None else dy, gates, edge_ptr, states, out,
-        time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, WALK=walk,
-        REVERSE=reverse, HAS_EDGE=edge is not None, **_modes(precision, reset),
-        **options,
+    edge_ptr = out if edge is None else torch.view_as_real(edge)
+    _start(
+        _states_kernel, (batch * H * parts * (1 if walk else n_chunks), 1, 1),
+        (proj, torch.view_as_real(A), proj if reset is None else reset,
+         proj if dy is None else dy, gates, edge_ptr, states, out),
+        (time, H, width, n_chunks), H, D=D, N=N, BLOCK_C=C, WALK=walk,
+        REVERSE=reverse, HAS_EDGE=edge is not None, HAS_RESET=reset is not None,
+        PRECISION=precision, EMULATE=_interpreted(), **options,
     )  # fmt: skip
     if not walk:
         block = min(_PASS_BLOCK, D * N)
-        _pass_kernel[(batch * H, D * N // block)](
-            states, gates, edge_ptr, out, H, n_chunks, D=D, N=N, BLOCK_C=C,
+        _start(
+            _pass_kernel, (batch * H, D * N // block, 1),
+            (states, gates, edge_ptr, out), (H, n_chunks), H, D=D, N=N, BLOCK_C=C,
             BLOCK=block, REVERSE=reverse, HAS_EDGE=edge is not None,
             HAS_RESET=reset is not None,
         )  # fmt: skip
@@ -835,57 +847,101 @@ if HAS_TRITON:
 
 
 # %% notebooks/06_rotary_fusion.py#two-operators
-@torch.library.custom_op(
-    "mamba3lite::ssd_fused",
-    mutates_args=(),
-    schema=(
-        "(Tensor proj, Tensor A, Tensor? initial_states, Tensor? reset, int head_dim, "
-        "int state_dim, int chunk_size, str precision) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-def _ssd_fused(
-    proj, A, initial_states, reset, head_dim, state_dim, chunk_size, precision
-):
+def _as_it_lies(z: Tensor | None) -> Tensor | None:
+    """z in memory as a kernel reads it: in order, no conjugate or sign left to do."""
+    return None if z is None else z.resolve_conj().resolve_neg().contiguous()
+
+
+def _forward(proj, A, initial_states, reset, head_dim, state_dim, chunk, precision):
     """y, the final states; and for the backward the states entering each chunk and the
     gates.
     """
     batch, time, width = proj.shape
     D, N, H = head_dim, state_dim, A.shape[0]
-    proj, A = proj.contiguous(), A.contiguous()
+    proj, A, edge = map(_as_it_lies, (proj, A, initial_states))
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
     y = proj.new_empty(batch, time, H, D)
-    with _launching(proj, D, N, chunk_size):
-        gates = _new_gates(proj, A, flags, D, N, chunk_size)
+    with torch.cuda.device_of(proj):
+        gates = _new_gates(proj, A, flags, D, N, chunk)
         states, final = _states(
-            proj, A, flags, gates, initial_states, None, D, N, precision, False
+            proj, A, flags, gates, edge, None, D, N, precision, False
         )
-        _output_kernel[(states.shape[1] * batch * H,)](
-            proj, gates, states, y, time, H, width, states.shape[1], D=D, N=N,
-            BLOCK_C=chunk_size, **_modes(precision, reset),
+        n_chunks = states.shape[1]
+        _start(
+            _output_kernel, (n_chunks * batch * H, 1, 1), (proj, gates, states, y),
+            (time, H, width, n_chunks), H, D=D, N=N, BLOCK_C=chunk,
+            HAS_RESET=reset is not None, PRECISION=precision, EMULATE=_interpreted(),
             **_launch("output", precision, D, N),
         )  # fmt: skip
     return y, torch.view_as_complex(final), states, gates
 
 
+_ssd_fused = torch.library.custom_op(
+    "mamba3lite::ssd_fused",
+    _forward,
+    mutates_args=(),
+    schema=(
+        "(Tensor proj, Tensor A, Tensor? initial_states, Tensor? reset, int head_dim, "
+        "int state_dim, int chunk, str precision) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+
+
 @_ssd_fused.register_fake
 def _fake_ssd_fused(
-    proj, A, initial_states, reset, head_dim, state_dim, chunk_size, precision
+    proj, A, initial_states, reset, head_dim, state_dim, chunk, precision
 ):
     batch, time, _ = proj.shape
     D, N, H = head_dim, state_dim, A.shape[0]
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
-    n_chunks = -(-time // chunk_size)
+    n_chunks = -(-time // chunk)
     return (
         proj.new_empty(batch, time, H, D),
         A.new_empty(batch, H, D, N),
         proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind),
-        proj.new_empty(batch, n_chunks, H, 4, chunk_size, dtype=torch.float32),
+        proj.new_empty(batch, n_chunks, H, 4, chunk, dtype=torch.float32),
     )
 
 
-@torch.library.custom_op(
+def _backward(
+    proj, A, reset, final, states, gates, dy, dfinal, head_dim, state_dim, precision
+):
+    """Gradients of proj, A and the initial states."""
+    time, width = proj.shape[1:]
+    D, N = head_dim, state_dim
+    batch, n_chunks, H, _, C = gates.shape
+    proj, A, dy, dfinal = map(_as_it_lies, (proj, A, dy, dfinal))
+    flags = None if reset is None else reset.contiguous().view(torch.uint8)
+    dproj = torch.empty_like(proj)
+    sums = proj.new_empty(gates.shape, dtype=torch.float32)
+    totals, shares = sums.new_empty(2, batch * n_chunks, H, 2).unbind()
+    edge = totals if dfinal is None else torch.view_as_real(dfinal)
+    shape = {"D": D, "N": N, "BLOCK_C": C, "HAS_RESET": reset is not None}
+    sizes = time, H, width, n_chunks
+    with torch.cuda.device_of(proj):
+        dstates, dinitial = _states(
+            proj, A, flags, gates, dfinal, dy, D, N, precision, True
+        )
+        _start(
+            _backward_kernel, (batch * n_chunks * 3 * H, 1, 1),
+            (proj, gates, states, dstates, dy, edge, torch.view_as_real(final), dproj,
+             sums, totals), sizes, H, **shape, HAS_EDGE=dfinal is not None,
+            PRECISION=precision, EMULATE=_interpreted(),
+            **_launch("backward", precision, D, N),
+        )  # fmt: skip
+        _start(
+            _steps_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
+            (proj, torch.view_as_real(A), proj if reset is None else flags, sums,
+             totals, dproj, shares), sizes, H, **shape, BLOCK_H=_GATE_HEADS,
+            EMULATE=_interpreted(), num_warps=1,
+        )  # fmt: skip
+    return dproj, torch.view_as_complex(shares.sum(0)), torch.view_as_complex(dinitial)
+
+
+_ssd_fused_backward = torch.library.custom_op(
     "mamba3lite::ssd_fused_backward",
+    _backward,
     mutates_args=(),
     schema=(
         "(Tensor proj, Tensor A, Tensor? reset, Tensor final, Tensor states, "
@@ -893,36 +949,6 @@ def _fake_ssd_fused(
         "str precision) -> (Tensor, Tensor, Tensor)"
     ),
 )
-def _ssd_fused_backward(
-    proj, A, reset, final, states, gates, dy, dfinal, head_dim, state_dim, precision
-):
-    """Gradients of proj, A and the initial states."""
-    time, width = proj.shape[1:]
-    D, N = head_dim, state_dim
-    batch, n_chunks, H, _, C = gates.shape
-    proj, A, dy = proj.contiguous(), A.contiguous(), dy.contiguous()
-    flags = None if reset is None else reset.contiguous().view(torch.uint8)
-    dproj = torch.empty_like(proj)
-    sums = proj.new_empty(gates.shape, dtype=torch.float32)
-    totals, shares = sums.new_empty(2, batch * n_chunks, H, 2).unbind()
-    edge = totals if dfinal is None else torch.view_as_real(dfinal.contiguous())
-    rates = torch.view_as_real(A)
-    with _launching(proj, D, N, C):
-        dstates, dinitial = _states(
-            proj, A, flags, gates, dfinal, dy, D, N, precision, True
-        )
-        _backward_kernel[(batch * n_chunks * 3 * H,)](
-            proj, gates, states, dstates, dy, edge, torch.view_as_real(final), dproj,
-            sums, totals, time, H, width, n_chunks, D=D, N=N, BLOCK_C=C,
-            HAS_EDGE=dfinal is not None, **_modes(precision, reset),
-            **_launch("backward", precision, D, N),
-        )  # fmt: skip
-        _steps_kernel[(batch * n_chunks, -(-H // _GATE_HEADS))](
-            proj, rates, proj if reset is None else flags, sums, totals, dproj, shares,
-            time, H, width, n_chunks, D=D, N=N, BLOCK_C=C, BLOCK_H=_GATE_HEADS,
-            HAS_RESET=reset is not None, EMULATE=_interpreted(), num_warps=1,
-        )  # fmt: skip
-    return dproj, torch.view_as_complex(shares.sum(0)), torch.view_as_complex(dinitial)
 
 
 @_ssd_fused_backward.register_fake
@@ -940,17 +966,43 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(proj, A, reset, *output[1:])
 
 
-def _differentiate(ctx, dy, dfinal, _dstates, _dgates):
+def _differentiate(
+    ctx, dy, dfinal, _dstates, _dgates, backward=_ssd_fused_backward
+):
     proj, A, reset, final, states, gates = ctx.saved_tensors
     if dy is None:
         dy = proj.new_zeros(*proj.shape[:2], A.shape[0], ctx.options[0])
-    dproj, dA, dinitial = _ssd_fused_backward(
+    dproj, dA, dinitial = backward(
         proj, A, reset, final, states, gates, dy, dfinal, *ctx.options
     )
     return dproj, dA, dinitial if ctx.has_initial else None, *[None] * 5
 
 
 _ssd_fused.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Unwatched(torch.autograd.Function):
+    # One method, not `setup_context` beside it: that one costs a look at signatures.
+    @staticmethod
+    def forward(ctx, *inputs):
+        outputs = _forward(*inputs)
+        _save(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        # A second derivative has no formula, and the operator says so.
+        run = _ssd_fused_backward if torch.is_grad_enabled() else _backward
+        return _differentiate(ctx, *gradients, backward=run)
+
+
+def _watched(proj: Tensor) -> bool:
+    """Whether a compiler, a tracer or a mode has to see an operator."""
+    return (
+        torch.compiler.is_compiling()
+        or type(proj) not in (Tensor, torch.nn.Parameter)
+        or is_in_torch_dispatch_mode()
+    )
 
 
 # %% notebooks/06_rotary_fusion.py#what-it-refuses
@@ -1062,7 +1114,8 @@ def ssd_fused(
     _check_proj(proj, A, n_heads, head_dim, state_dim, initial_states, reset)
     _check_device(proj.device, "ssd_fused")
     chunk = _chunk_of(chunk_size, head_dim, state_dim, precision)
-    y, final_states, _, _ = _ssd_fused(
+    run = _ssd_fused if _watched(proj) else _Unwatched.apply
+    y, final_states, _, _ = run(
         *(proj, A, initial_states, reset), *(head_dim, state_dim, chunk, precision)
     )
     return (y, final_states) if return_final_states else y
