@@ -1804,10 +1804,9 @@ _COMPILED: dict[tuple, tuple] = {}  # what Triton found, and constants by positi
 def _start(kernel, grid: tuple, tensors: tuple, sizes: tuple, H: int, **constants):
     """Launch a kernel on the current device, which is that of its tensors.
 
-    Args: tensors, sizes: what it takes first, in order. H: heads, whether or not among
-        the sizes. constants: what it is compiled for, and launch options.
-
-    Raises: KernelUnavailable when the device cannot hold it.
+    Args: tensors, sizes: what it takes first, in order. H: what the sizes that it is
+        specialized on follow from. constants: what it is compiled for, and launch
+        options.
     """
     known = [(z.dtype, z.data_ptr() % 16 == 0) for z in tensors]
     device = tensors[0].get_device()
@@ -1816,17 +1815,18 @@ def _start(kernel, grid: tuple, tensors: tuple, sizes: tuple, H: int, **constant
         compiled, by_position = found
         compiled[grid](*tensors, *sizes, *by_position)
         return
-    try:
-        compiled = kernel[grid](*tensors, *sizes, **constants)
-    except triton.OutOfResources as error:
-        D, N, C = (constants[name] for name in ("D", "N", "BLOCK_C"))
-        raise KernelUnavailable(
-            f"ssd_fused: head_dim={D}, state_dim={N}, chunk_size={C} do not "
-            f"fit this GPU ({error}). Use ssd_dispatch='pytorch' for this config."
-        ) from error
+    compiled = kernel[grid](*tensors, *sizes, **constants)
     if not _interpreted():
         names = kernel.arg_names[len(tensors) + len(sizes) :]
         _COMPILED[key] = compiled, [constants[name] for name in names]
+
+
+def _too_large(D: int, N: int, C: int, error: Exception) -> KernelUnavailable:
+    """What to say when this device cannot hold the tiles of a kernel."""
+    return KernelUnavailable(
+        f"ssd_fused: head_dim={D}, state_dim={N}, chunk_size={C} do not "
+        f"fit this GPU ({error}). Use ssd_dispatch='pytorch' for this config."
+    )
 
 
 # %% [markdown]
@@ -2503,18 +2503,21 @@ def _forward(proj, A, initial_states, reset, head_dim, state_dim, chunk, precisi
     proj, A, edge = map(_as_it_lies, (proj, A, initial_states))
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
     y = proj.new_empty(batch, time, H, D)
-    with torch.cuda.device_of(proj):
-        gates = _new_gates(proj, A, flags, D, N, chunk)
-        states, final = _states(
-            proj, A, flags, gates, edge, None, D, N, precision, False
-        )
-        n_chunks = states.shape[1]
-        _start(
-            _output_kernel, (n_chunks * batch * H, 1, 1), (proj, gates, states, y),
-            (time, H, width, n_chunks), H, D=D, N=N, BLOCK_C=chunk,
-            HAS_RESET=reset is not None, PRECISION=precision, EMULATE=_interpreted(),
-            **_launch("output", precision, D, N),
-        )  # fmt: skip
+    try:
+        with torch.cuda.device_of(proj):
+            gates = _new_gates(proj, A, flags, D, N, chunk)
+            states, final = _states(
+                proj, A, flags, gates, edge, None, D, N, precision, False
+            )
+            n_chunks = states.shape[1]
+            _start(
+                _output_kernel, (n_chunks * batch * H, 1, 1), (proj, gates, states, y),
+                (time, H, width, n_chunks), H, D=D, N=N, BLOCK_C=chunk,
+                HAS_RESET=reset is not None, PRECISION=precision,
+                EMULATE=_interpreted(), **_launch("output", precision, D, N),
+            )  # fmt: skip
+    except triton.OutOfResources as error:
+        raise _too_large(D, N, chunk, error) from error
     return y, torch.view_as_complex(final), states, gates
 
 
@@ -2569,23 +2572,26 @@ def _backward(
     edge = totals if dfinal is None else torch.view_as_real(dfinal)
     shape = {"D": D, "N": N, "BLOCK_C": C, "HAS_RESET": reset is not None}
     sizes = time, H, width, n_chunks
-    with torch.cuda.device_of(proj):
-        dstates, dinitial = _states(
-            proj, A, flags, gates, dfinal, dy, D, N, precision, True
-        )
-        _start(
-            _backward_kernel, (batch * n_chunks * 3 * H, 1, 1),
-            (proj, gates, states, dstates, dy, edge, torch.view_as_real(final), dproj,
-             sums, totals), sizes, H, **shape, HAS_EDGE=dfinal is not None,
-            PRECISION=precision, EMULATE=_interpreted(),
-            **_launch("backward", precision, D, N),
-        )  # fmt: skip
-        _start(
-            _steps_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
-            (proj, torch.view_as_real(A), proj if reset is None else flags, sums,
-             totals, dproj, shares), sizes, H, **shape, BLOCK_H=_GATE_HEADS,
-            EMULATE=_interpreted(), num_warps=1,
-        )  # fmt: skip
+    try:
+        with torch.cuda.device_of(proj):
+            dstates, dinitial = _states(
+                proj, A, flags, gates, dfinal, dy, D, N, precision, True
+            )
+            _start(
+                _backward_kernel, (batch * n_chunks * 3 * H, 1, 1),
+                (proj, gates, states, dstates, dy, edge, torch.view_as_real(final),
+                 dproj, sums, totals), sizes, H, **shape, HAS_EDGE=dfinal is not None,
+                PRECISION=precision, EMULATE=_interpreted(),
+                **_launch("backward", precision, D, N),
+            )  # fmt: skip
+            _start(
+                _steps_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
+                (proj, torch.view_as_real(A), proj if reset is None else flags, sums,
+                 totals, dproj, shares), sizes, H, **shape, BLOCK_H=_GATE_HEADS,
+                EMULATE=_interpreted(), num_warps=1,
+            )  # fmt: skip
+    except triton.OutOfResources as error:
+        raise _too_large(D, N, C, error) from error
     return dproj, torch.view_as_complex(shares.sum(0)), torch.view_as_complex(dinitial)
 
 

@@ -27,16 +27,23 @@
 # **It takes** about 20 seconds to run on two CPU cores, and about ninety
 # minutes to read with care.
 #
-# **Its exported cells build** three modules: `mimo.py`, `mamba_block.py` and
-# `transformer.py`, all in `mamba3lite/models`. Where an exported cell imports from
-# another of the three, it gets the same code from the package.
+# **Its exported cells build** four modules: `mimo.py`, `row_kernels.py`,
+# `mamba_block.py` and `transformer.py`, all in `mamba3lite/models`. Where an exported
+# cell imports from another of the four, it gets the same code from the package.
+
+# %%
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # %%
 import math
 import warnings
 
 import matplotlib.pyplot as plt
-import torch
 import torch.nn.functional as F
 from IPython.display import SVG
 from torch import nn
@@ -532,6 +539,375 @@ assert distance(kept, torch.sigmoid(-dt)) < 1e-6
 assert kept[dt >= 0].max() <= 0.5 and kept[dt < 0].min() > 0.5
 
 # %% [markdown]
+# ## Fewer passes over the same rows
+# A matrix product of the default model has 2,000 operations for every number that it
+# reads, and a GPU is built for that. A norm has five. What a norm, a gate or the sum at
+# a branch costs is the traffic, and every operation of PyTorch reads all of its input
+# from memory and writes all of its output back. $\operatorname{silu}(g) \odot u$ is
+# two operations, and its backward six; under autocast an RMSNorm writes float32, and
+# the cast to bfloat16 reads that again.
+#
+# A compiler fuses such chains. Without one, three kernels do, each with a row or a part
+# of one in registers. They are used where the fused scan is, and where nobody needs to
+# see single operators; the compiler gets the operations themselves.
+
+
+# %% tags=["export:row_kernels"]
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mamba3lite.models.ssd_fused import _start, _watched
+from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+
+def fuses_rows(z: Float[Tensor, "*rows width"]) -> bool:
+    """Whether operations on rows of z go through these kernels."""
+    return HAS_TRITON and z.is_cuda and not _watched(z)
+
+
+# %% [markdown]
+# ### The sum and its norm
+# At a branch three things follow each other: the branch is added to the stream, the sum
+# is kept, its norm is the input of the next product. One kernel reads both terms and
+# writes the sum, and the norm in the dtype of the product.
+#
+# Back come two gradients, of the sum and of the norm. With $\hat u = r u$, $r = 1 /
+# \sqrt{\operatorname{mean}(u^2) + \epsilon}$ and $g = \mathrm{d}\,\text{out} \odot
+# \text{gain}$,
+# $$\mathrm{d}u = \mathrm{d}\,\text{sum} + r \left(g - \hat u \,
+# \operatorname{mean}(g \odot \hat u)\right), \qquad
+# \mathrm{d}\,\text{gain} = \sum_{\text{rows}} \mathrm{d}\,\text{out} \odot \hat u .$$
+# A program takes every 1,024th row, so that it can keep its part of
+# $\mathrm{d}\,\text{gain}$ in registers; the parts are summed afterwards, in one order.
+
+
+# %% tags=["export:row_kernels"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _norm_kernel(
+        u_ptr, branch_ptr, gain_ptr, sum_ptr, out_ptr, eps,
+        WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    ):  # fmt: skip
+        """out = u / sqrt(mean(u^2) + eps) * gain for u, or u + branch, which is kept.
+
+        One program a row.
+        """
+        i = tl.arange(0, BLOCK)
+        here, at = i < WIDTH, tl.program_id(0).to(tl.int64) * WIDTH + i
+        u = tl.load(u_ptr + at, mask=here, other=0.0).to(tl.float32)
+        if ADD:
+            u += tl.load(branch_ptr + at, mask=here, other=0.0).to(tl.float32)
+            tl.store(sum_ptr + at, u.to(sum_ptr.dtype.element_ty), mask=here)
+        gain = tl.load(gain_ptr + i, mask=here, other=0.0).to(tl.float32)
+        out = u * (1.0 / tl.sqrt(tl.sum(u * u, 0) / WIDTH + eps)) * gain
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=here)
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _norm_backward_kernel(
+        u_ptr, gain_ptr, dout_ptr, dsum_ptr, du_ptr, dbranch_ptr, dgain_ptr, eps, rows,
+        WIDTH: tl.constexpr, BLOCK: tl.constexpr, FROM_SUM: tl.constexpr,
+        ADD: tl.constexpr,
+    ):  # fmt: skip
+        """du, its copy in the dtype of the branch, and a program's share of dgain."""
+        i = tl.arange(0, BLOCK)
+        here = i < WIDTH
+        gain = tl.load(gain_ptr + i, mask=here, other=0.0).to(tl.float32)
+        dgain = tl.zeros((BLOCK,), tl.float32)
+        at = tl.program_id(0).to(tl.int64) * WIDTH + i
+        for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
+            u = tl.load(u_ptr + at, mask=here, other=0.0).to(tl.float32)
+            dout = tl.load(dout_ptr + at, mask=here, other=0.0).to(tl.float32)
+            r = 1.0 / tl.sqrt(tl.sum(u * u, 0) / WIDTH + eps)
+            unit, g = u * r, dout * gain
+            dgain += dout * unit
+            du = (g - unit * (tl.sum(g * unit, 0) / WIDTH)) * r
+            if FROM_SUM:
+                du += tl.load(dsum_ptr + at, mask=here, other=0.0).to(tl.float32)
+            tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=here)
+            if ADD:
+                dbranch = du.to(dbranch_ptr.dtype.element_ty)
+                tl.store(dbranch_ptr + at, dbranch, mask=here)
+            at += tl.num_programs(0).to(tl.int64) * WIDTH
+        tl.store(dgain_ptr + tl.program_id(0) * WIDTH + i, dgain, mask=here)
+
+
+def _refuse_second_derivative() -> None:
+    """A kernel's gradient is a constant to autograd, and would differentiate to 0."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the fused row kernels have no second derivative; leave create_graph out, "
+            "or use ssd_dispatch='pytorch'"
+        )
+
+
+_SHARES = 1024  # programs of a norm's backward, and of sums that dgain is made of
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u, branch, gain, eps, dtype):
+        ctx.set_materialize_grads(False)
+        u, rows, width = u.contiguous(), u.numel() // u.shape[-1], u.shape[-1]
+        total = u.view_as(u) if branch is None else torch.empty_like(u)
+        out = torch.empty_like(u, dtype=dtype)
+        ctx.branch_dtype = None if branch is None else branch.dtype
+        block, eps = triton.next_power_of_2(width), float(eps)
+        with torch.cuda.device_of(u):
+            _start(
+                _norm_kernel, (rows, 1, 1),
+                (u, u if branch is None else branch.contiguous(), gain, total, out),
+                (eps,), 0, WIDTH=width, BLOCK=block, ADD=branch is not None,
+                num_warps=4,
+            )  # fmt: skip
+        ctx.save_for_backward(total if branch is not None else u, gain)
+        ctx.eps = eps
+        return total, out
+
+    @staticmethod
+    def backward(ctx, dsum, dout):
+        _refuse_second_derivative()
+        u, gain = ctx.saved_tensors
+        width, add = u.shape[-1], ctx.branch_dtype is not None
+        if dout is None:
+            dout = torch.zeros_like(u)
+        du = torch.empty_like(u)
+        dbranch = torch.empty_like(u, dtype=ctx.branch_dtype) if add else du
+        rows = u.numel() // width
+        shares = min(rows, _SHARES)
+        dgain = u.new_empty(shares, width, dtype=torch.float32)
+        with torch.cuda.device_of(u):
+            _start(
+                _norm_backward_kernel, (shares, 1, 1),
+                (u, gain, dout.contiguous(), du if dsum is None else dsum.contiguous(),
+                 du, dbranch, dgain), (ctx.eps, rows), 0, WIDTH=width,
+                BLOCK=triton.next_power_of_2(width), FROM_SUM=dsum is not None,
+                ADD=add, num_warps=4,
+            )  # fmt: skip
+        dgain = dgain.sum(0).to(gain.dtype)
+        return du, dbranch if add else None, dgain, None, None
+
+
+def add_norm(
+    u: Float[Tensor, "*rows width"],
+    branch: Float[Tensor, "*rows width"] | None,
+    norm: nn.RMSNorm,
+) -> tuple[Float[Tensor, "*rows width"], Float[Tensor, "*rows width"]]:
+    """u + branch in the dtype of u, and its RMSNorm as a product will read it.
+
+    Args: branch: None for nothing to add. norm: its weight and eps.
+    Returns: the sum, and the norm in the dtype of autocast where that is on.
+
+    Source: notebook 07, "The sum and its norm".
+    """
+    device, dtype = u.device.type, u.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return _AddNorm.apply(u, branch, norm.weight, norm.eps, dtype)
+
+
+# %% [markdown]
+# ### The gate
+# With $s = \sigma(g)$: $\;\mathrm{d}g = \mathrm{d}\,\text{out}\; u\, s\, (1 + g (1 -
+# s))$ and $\mathrm{d}u = \mathrm{d}\,\text{out}\; g\, s$. Both halves are read where
+# the product left them, side by side, and their gradients go there too.
+
+
+# %% tags=["export:row_kernels"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _swiglu_kernel(both_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+        """out = silu(gate) up for both = [gate, up]; one program BLOCK of a row."""
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row, here = tl.program_id(0).to(tl.int64), i < WIDTH
+        gate_ptr = both_ptr + row * 2 * WIDTH + i
+        gate = tl.load(gate_ptr, mask=here, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptr + WIDTH, mask=here, other=0.0).to(tl.float32)
+        out = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * WIDTH + i, out, mask=here)
+
+    @triton.jit
+    def _swiglu_backward_kernel(
+        both_ptr, dout_ptr, dboth_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """Gradients of both halves; one program BLOCK of a row."""
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row, here = tl.program_id(0).to(tl.int64), i < WIDTH
+        at = row * 2 * WIDTH + i
+        gate = tl.load(both_ptr + at, mask=here, other=0.0).to(tl.float32)
+        up = tl.load(both_ptr + at + WIDTH, mask=here, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + row * WIDTH + i, mask=here, other=0.0)
+        dout, s = dout.to(tl.float32), 1.0 / (1.0 + tl.exp(-gate))
+        dgate, dup = dout * up * s * (1.0 + gate * (1.0 - s)), dout * gate * s
+        dtype = dboth_ptr.dtype.element_ty
+        tl.store(dboth_ptr + at, dgate.to(dtype), mask=here)
+        tl.store(dboth_ptr + at + WIDTH, dup.to(dtype), mask=here)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, both):
+        both, width = both.contiguous(), both.shape[-1] // 2
+        ctx.save_for_backward(both)
+        out = both.new_empty(*both.shape[:-1], width)
+        _over_rows(_swiglu_kernel, width, both, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        _refuse_second_derivative()
+        (both,) = ctx.saved_tensors
+        dboth = torch.empty_like(both)
+        _over_rows(
+            _swiglu_backward_kernel, dout.shape[-1], both, dout.contiguous(), dboth
+        )
+        return dboth
+
+
+def _over_rows(kernel, width: int, *tensors: Tensor) -> None:
+    """One program for 1,024 numbers of a row."""
+    rows, block = tensors[0].numel() // (2 * width), 1024
+    with torch.cuda.device_of(tensors[0]):
+        _start(
+            kernel, (rows, triton.cdiv(width, block), 1), tensors, (), 0,
+            WIDTH=width, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+def swiglu(both: Float[Tensor, "*rows two_f"]) -> Float[Tensor, "*rows f"]:
+    """silu(gate) up for both = [gate, up], in the dtype of both.
+
+    Source: notebook 07, "The gate".
+    """
+    return _SwiGLU.apply(both)
+
+
+# %% [markdown]
+# ### The softmax in place
+# For the next section: a row of logits becomes its softmax minus 1 at the target, which
+# is the gradient of the loss, where the logits were. The first pass finds the maximum
+# and the sum at once, correcting the sum whenever the maximum grows (Milakov and
+# Gimelshein, arXiv 1805.02867).
+
+
+# %% tags=["export:row_kernels"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _expm1(x, EMULATE: tl.constexpr):
+        return tl.exp(x) - 1.0 if EMULATE else libdevice.expm1(x)
+
+    @triton.jit
+    def _softmax_kernel(
+        z_ptr, index_ptr, log_p_ptr, WIDTH: tl.constexpr, VOCAB: tl.constexpr,
+        BLOCK: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """Row z becomes softmax(z) - [target], 0 from VOCAB on; and log p(target)."""
+        row, i = tl.program_id(0), tl.arange(0, BLOCK)
+        z_ptr += row.to(tl.int64) * WIDTH
+        target = tl.load(index_ptr + row)
+        at_target = tl.load(z_ptr + target).to(tl.float32)
+        most = tl.full((BLOCK,), -3.4e38, tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, VOCAB, BLOCK):
+            here = start + i < VOCAB
+            z = tl.load(z_ptr + start + i, mask=here, other=float("-inf"))
+            z = z.to(tl.float32)
+            higher = tl.maximum(most, z)
+            total = total * tl.exp(most - higher) + tl.exp(z - higher)
+            most = higher
+        top = tl.max(most, 0)
+        log_total = tl.log(tl.sum(total * tl.exp(most - top), 0))
+        log_p = at_target - top - log_total
+        tl.store(log_p_ptr + row, log_p)
+        less_one = _expm1(log_p, EMULATE)
+        for start in range(0, WIDTH, BLOCK):
+            here = start + i < VOCAB
+            z = tl.load(z_ptr + start + i, mask=here, other=float("-inf"))
+            p = tl.exp(z.to(tl.float32) - top - log_total)
+            p = tl.where(start + i == target, less_one, p)
+            p = p.to(z_ptr.dtype.element_ty)
+            tl.store(z_ptr + start + i, p, mask=start + i < WIDTH)
+
+
+def softmax_less_target_(
+    logits: Float[Tensor, "n rows"], index: Tensor, vocab: int
+) -> Float[Tensor, "n 1"]:
+    """Turn logits into the gradient of the cross-entropy in them.
+
+    Args: logits: overwritten; columns from vocab on count for nothing and become 0.
+        index: (n, 1) integers below vocab, the targets.
+    Returns: log-probability of each target, float32.
+
+    Source: notebook 07, "The softmax in place".
+    """
+    log_p = logits.new_empty(index.shape, dtype=torch.float32)
+    with torch.cuda.device_of(logits):
+        _start(
+            _softmax_kernel, (len(logits), 1, 1), (logits, index.contiguous(), log_p),
+            (), 0, WIDTH=logits.shape[1], VOCAB=vocab, BLOCK=4096,
+            EMULATE=_interpreted(), num_warps=8,
+        )  # fmt: skip
+    return log_p
+
+
+# %% [markdown]
+# Against autograd through PyTorch's operations, in float64: widths that are no power of
+# two, a row of zeros, a branch and none, targets that are nearly certain.
+
+# %%
+torch.manual_seed(9)
+
+
+def gradients_of(outputs, leaves, seeds):
+    return torch.autograd.grad(outputs, leaves, [z.to(outputs[0]) for z in seeds])
+
+
+rows, width = 70, 40
+u, branch, *seeds = torch.randn(4, rows, width)
+u[3], branch[3] = 0, 0
+norm = nn.RMSNorm(width, 1e-5)
+nn.init.normal_(norm.weight)
+for added in (None, branch):
+    leaves = [z.clone().requires_grad_() for z in (u, added) if z is not None]
+    exact = [z.detach().double().requires_grad_() for z in leaves]
+    gain = norm.weight.detach().double().requires_grad_()
+    got = add_norm(leaves[0], leaves[1] if added is not None else None, norm)
+    total = sum(exact)
+    wanted = total, F.rms_norm(total, (width,), gain, 1e-5)
+    assert all(distance(a, b) < 1e-6 for a, b in zip(got, wanted, strict=True))
+    got = gradients_of(got, [*leaves, norm.weight], seeds)
+    wanted = gradients_of(wanted, [*exact, gain], seeds)
+    assert all(distance(a, b) < 1e-6 for a, b in zip(got, wanted, strict=True))
+
+both = torch.randn(rows, 2 * width).requires_grad_()
+exact = both.detach().double().requires_grad_()
+wanted = F.silu(exact[:, :width]) * exact[:, width:]
+assert distance(swiglu(both), wanted) < 1e-6
+got, wanted = (
+    gradients_of([out], [z], seeds[:1])[0]
+    for out, z in ((swiglu(both), both), (wanted, exact))
+)
+assert distance(got, wanted) < 1e-6
+
+logits, index = 5 * torch.randn(rows, 104), torch.randint(101, (rows, 1))
+logits[0, index[0]] += 60  # certain: its gradient is 0 and not lost in rounding
+leaf = logits[:, :101].double().requires_grad_()
+loss = F.cross_entropy(leaf, index[:, 0], reduction="none")
+log_p = softmax_less_target_(logits, index, 101)
+assert distance(log_p[:, 0], -loss) < 1e-6
+assert distance(logits[:, :101], torch.autograd.grad(loss.sum(), leaf)[0]) < 1e-6
+assert logits[:, 101:].eq(0).all()
+print("sums, norms, gates and softmax agree with PyTorch's, gradients included")
+
+# %% [markdown]
 # ## The block
 # Two branches, each with a norm in front, each added to the residual stream:
 # $$\begin{aligned}
@@ -647,10 +1023,12 @@ plt.show()
 # neighbors; all real parts come first. (PyTorch stores the matrix transposed: a column
 # of the projection is a row of `in_proj.weight`.)
 #
-# The class has four parts. `__init__` makes the boxes of the diagram. `forward` decides
-# whether to keep the activations or compute them again. `_forward_impl` is the two
-# lines of the formula. `_ssd_with_dispatch` is the only place that slices the
-# projection and the only one that chooses an implementation of the scan.
+# `_add_norm` and `_swiglu` are the operations of the section before as PyTorch has
+# them. The class has five parts. `__init__` makes the boxes of the diagram. `forward`
+# decides whether to keep the activations or compute them again. `_forward_impl` is the
+# two lines of the formula, with the operations that `row_operations` chose.
+# `_ssd_with_dispatch` is the only place that slices the projection and the only one
+# that chooses an implementation of the scan.
 
 
 # %% tags=["export:mamba_block"]
@@ -678,6 +1056,20 @@ def _unavailable(
     except (ImportError, KernelUnavailable) as error:
         return str(error)
     return None
+
+
+def _add_norm(
+    u: Float[Tensor, "B T d"], branch: Float[Tensor, "B T d"] | None, norm: nn.RMSNorm
+) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]]:
+    """The stream with a branch added to it, and its norm."""
+    total = u if branch is None else u + branch
+    return total, norm(total)
+
+
+def _swiglu(both: Float[Tensor, "B T two_f"]) -> Float[Tensor, "B T f"]:
+    """silu(gate) up, for both side by side."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Mamba3Block(nn.Module):
@@ -729,8 +1121,10 @@ class Mamba3Block(nn.Module):
         return self._forward_impl(u, reset, initial_states, return_final_states)
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
+        add_norm, swiglu = self.row_operations(u)
+        u, normed = add_norm(u, None, self.norm_ssd)
         y, final_states = self._ssd_with_dispatch(
-            self.in_proj(self.norm_ssd(u)),
+            self.in_proj(normed),
             reset,
             initial_states=initial_states,
             return_final_states=True,
@@ -738,10 +1132,22 @@ class Mamba3Block(nn.Module):
         if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
             y = y.to(self.mimo.weight.dtype)
         mixed = self.mimo(y)
-        u = u + self.out_proj(mixed.flatten(-2))
-        gate, up = self.ffn_gate_up(self.norm_ffn(u)).chunk(2, dim=-1)
-        u = u + self.ffn_down(F.silu(gate) * up)
+        u, normed = add_norm(u, self.out_proj(mixed.flatten(-2)), self.norm_ffn)
+        u = u + self.ffn_down(swiglu(self.ffn_gate_up(normed)))
         return (u, final_states) if return_final_states else u
+
+    def fuses(self, device: torch.device) -> bool:
+        """Whether the fused kernels run on this device."""
+        return self._usable_dispatch(device) == "fused"
+
+    def row_operations(self, u: Tensor):
+        """How to add and norm, and how to gate: by PyTorch, or fused."""
+        if self.fuses(u.device):
+            from mamba3lite.models import row_kernels  # it imports triton
+
+            if row_kernels.fuses_rows(u):
+                return row_kernels.add_norm, row_kernels.swiglu
+        return _add_norm, _swiglu
 
     def _ssd_with_dispatch(
         self,
@@ -1048,12 +1454,18 @@ def _chunk_log_p_and_dlogits(
     index: Int[Tensor, "n 1"],
     vocab: int,
     dtype: torch.dtype,
+    fused: bool,
 ) -> tuple[Float[Tensor, "n 1"], Float[Tensor, "n rows"]]:
     """Log-probability of each target, in dtype; gradient of the loss in the logits.
 
-    Args: head: what h is multiplied by; rows from vocab on are padding.
+    Args: head: what h is multiplied by; rows from vocab on are padding. fused: in one
+        kernel.
     """
     logits = h @ head.T
+    if fused:
+        from mamba3lite.models.row_kernels import softmax_less_target_  # needs triton
+
+        return softmax_less_target_(logits, index, vocab), logits
     logits[:, vocab:] = float("-inf")
     log_p = logits.log_softmax(-1, dtype=dtype)
     at_target = log_p.gather(1, index)
@@ -1084,14 +1496,14 @@ def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tens
 
 # %% tags=["export"]
 def _loss_and_gradients(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss and its gradients in hidden and weight; empty if not asked for."""
     vocab, width = weight.shape
     exact = torch.promote_types(hidden.dtype, torch.float32)
     head = _padded_head(weight, dtype)
     dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
-    dweight = weight.new_zeros(weight.shape if weight_grad else 0, dtype=exact)
+    dweight = weight.new_zeros(head.shape if weight_grad else 0, dtype=exact)
     flat, targets = hidden.reshape(-1, width).to(dtype), targets.reshape(-1, 1)
     losses = hidden.new_empty(targets.shape, dtype=exact)
     for start in range(0, len(targets), _TOKENS_AT_ONCE):
@@ -1100,17 +1512,19 @@ def _loss_and_gradients(
         keep = valid.to(dtype)
         h = flat[chunk] * keep
         index = targets[chunk].where(valid, 0).long()
-        at_target, dlogits = _chunk_log_p_and_dlogits(h, head, index, vocab, exact)
+        at_target, dlogits = _chunk_log_p_and_dlogits(
+            h, head, index, vocab, exact, fused
+        )
         losses[chunk] = at_target.neg().where(valid, 0)
         if hidden_grad:
             out = dhidden.view(-1, width)[chunk]
             torch.mul(dlogits @ head, keep, out=out)
         if weight_grad and dtype == exact:
-            dweight.addmm_(dlogits[:, :vocab].T, h)
+            dweight.addmm_(dlogits.T, h)
         elif weight_grad:
-            dweight += dlogits[:, :vocab].T @ h
+            dweight += dlogits.T @ h
         del dlogits  # or it lives on beside the logits of the next chunk
-    return losses.sum(), dhidden, dweight.to(weight.dtype)
+    return losses.sum(), dhidden, dweight[:vocab].to(weight.dtype)
 
 
 # %% [markdown]
@@ -1129,13 +1543,16 @@ _cross_entropy = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor weight, Tensor targets, ScalarType dtype, "
-        "bool hidden_grad, bool weight_grad) -> (Tensor, Tensor, Tensor)"
+        "bool hidden_grad, bool weight_grad, bool fused=False) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @_cross_entropy.register_fake
-def _fake_cross_entropy(hidden, weight, targets, dtype, hidden_grad, weight_grad):
+def _fake_cross_entropy(
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False
+):
     exact = torch.promote_types(hidden.dtype, torch.float32)
     return (
         hidden.new_empty((), dtype=exact),
@@ -1158,9 +1575,9 @@ def _scale_gradients(ctx, dloss, *_):
             "and use torch.nn.functional.cross_entropy"
         )
     if dloss is None:
-        return (None,) * 6
+        return (None,) * 7
     wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 4
+    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 5
 
 
 _cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -1177,6 +1594,7 @@ def _cross_entropy_sum(
     hidden: Float[Tensor, "B T d_model"],
     weight: Float[Tensor, "V d_model"],
     targets: Int[Tensor, "B T"],
+    fused: bool = False,
 ) -> Float[Tensor, ""]:
     """Sum of the cross-entropy over valid targets; logits of a chunk at a time.
 
@@ -1187,6 +1605,7 @@ def _cross_entropy_sum(
         hidden: output of the last norm.
         weight: output embedding.
         targets: token ids already shifted; -100 is ignored.
+        fused: take the softmax in one kernel.
 
     Returns: a scalar, float32, or float64 for hidden in float64.
 
@@ -1199,7 +1618,7 @@ def _cross_entropy_sum(
         dtype = torch.get_autocast_dtype(device)
     learns = torch.is_grad_enabled()
     wanted = [learns and z.requires_grad for z in (hidden, weight)]
-    return _cross_entropy(hidden, weight, targets, dtype, *wanted)[0]
+    return _cross_entropy(hidden, weight, targets, dtype, *wanted, fused)[0]
 
 
 # %% [markdown]
@@ -1408,7 +1827,8 @@ class Mamba3Transformer(nn.Module):
         if targets is None:
             logits = self.lm_head(hidden).float()
             return (logits, states) if return_states else logits
-        loss_sum = _cross_entropy_sum(hidden, self.lm_head.weight, targets)
+        fused = hidden.is_cuda and self.layers[0].fuses(hidden.device)
+        loss_sum = _cross_entropy_sum(hidden, self.lm_head.weight, targets, fused)
         n_valid = (targets != -100).sum()
         if reduction == "sum":
             return loss_sum, n_valid
@@ -1429,7 +1849,8 @@ class Mamba3Transformer(nn.Module):
         for layer, state in zip(self.layers, states, strict=True):
             u, state = layer(u, reset, state, return_final_states=True)
             final_states.append(state)
-        return self.norm_f(u), final_states
+        add_norm, _ = self.layers[0].row_operations(u)
+        return add_norm(u, None, self.norm_f)[1], final_states
 
     def _check_call(self, tokens, targets, doc_ids, reduction, return_states) -> None:
         if reduction not in ("mean", "sum"):

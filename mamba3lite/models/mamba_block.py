@@ -73,6 +73,20 @@ def _unavailable(
     return None
 
 
+def _add_norm(
+    u: Float[Tensor, "B T d"], branch: Float[Tensor, "B T d"] | None, norm: nn.RMSNorm
+) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]]:
+    """The stream with a branch added to it, and its norm."""
+    total = u if branch is None else u + branch
+    return total, norm(total)
+
+
+def _swiglu(both: Float[Tensor, "B T two_f"]) -> Float[Tensor, "B T f"]:
+    """silu(gate) up, for both side by side."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class Mamba3Block(nn.Module):
     """One pre-norm block: the scan and a head mixer, then a SwiGLU, each residual.
 
@@ -122,8 +136,10 @@ class Mamba3Block(nn.Module):
         return self._forward_impl(u, reset, initial_states, return_final_states)
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
+        add_norm, swiglu = self.row_operations(u)
+        u, normed = add_norm(u, None, self.norm_ssd)
         y, final_states = self._ssd_with_dispatch(
-            self.in_proj(self.norm_ssd(u)),
+            self.in_proj(normed),
             reset,
             initial_states=initial_states,
             return_final_states=True,
@@ -131,10 +147,22 @@ class Mamba3Block(nn.Module):
         if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
             y = y.to(self.mimo.weight.dtype)
         mixed = self.mimo(y)
-        u = u + self.out_proj(mixed.flatten(-2))
-        gate, up = self.ffn_gate_up(self.norm_ffn(u)).chunk(2, dim=-1)
-        u = u + self.ffn_down(F.silu(gate) * up)
+        u, normed = add_norm(u, self.out_proj(mixed.flatten(-2)), self.norm_ffn)
+        u = u + self.ffn_down(swiglu(self.ffn_gate_up(normed)))
         return (u, final_states) if return_final_states else u
+
+    def fuses(self, device: torch.device) -> bool:
+        """Whether the fused kernels run on this device."""
+        return self._usable_dispatch(device) == "fused"
+
+    def row_operations(self, u: Tensor):
+        """How to add and norm, and how to gate: by PyTorch, or fused."""
+        if self.fuses(u.device):
+            from mamba3lite.models import row_kernels  # it imports triton
+
+            if row_kernels.fuses_rows(u):
+                return row_kernels.add_norm, row_kernels.swiglu
+        return _add_norm, _swiglu
 
     def _ssd_with_dispatch(
         self,

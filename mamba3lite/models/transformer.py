@@ -106,12 +106,18 @@ def _chunk_log_p_and_dlogits(
     index: Int[Tensor, "n 1"],
     vocab: int,
     dtype: torch.dtype,
+    fused: bool,
 ) -> tuple[Float[Tensor, "n 1"], Float[Tensor, "n rows"]]:
     """Log-probability of each target, in dtype; gradient of the loss in the logits.
 
-    Args: head: what h is multiplied by; rows from vocab on are padding.
+    Args: head: what h is multiplied by; rows from vocab on are padding. fused: in one
+        kernel.
     """
     logits = h @ head.T
+    if fused:
+        from mamba3lite.models.row_kernels import softmax_less_target_  # needs triton
+
+        return softmax_less_target_(logits, index, vocab), logits
     logits[:, vocab:] = float("-inf")
     log_p = logits.log_softmax(-1, dtype=dtype)
     at_target = log_p.gather(1, index)
@@ -129,14 +135,14 @@ def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tens
 
 
 def _loss_and_gradients(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss and its gradients in hidden and weight; empty if not asked for."""
     vocab, width = weight.shape
     exact = torch.promote_types(hidden.dtype, torch.float32)
     head = _padded_head(weight, dtype)
     dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
-    dweight = weight.new_zeros(weight.shape if weight_grad else 0, dtype=exact)
+    dweight = weight.new_zeros(head.shape if weight_grad else 0, dtype=exact)
     flat, targets = hidden.reshape(-1, width).to(dtype), targets.reshape(-1, 1)
     losses = hidden.new_empty(targets.shape, dtype=exact)
     for start in range(0, len(targets), _TOKENS_AT_ONCE):
@@ -145,17 +151,19 @@ def _loss_and_gradients(
         keep = valid.to(dtype)
         h = flat[chunk] * keep
         index = targets[chunk].where(valid, 0).long()
-        at_target, dlogits = _chunk_log_p_and_dlogits(h, head, index, vocab, exact)
+        at_target, dlogits = _chunk_log_p_and_dlogits(
+            h, head, index, vocab, exact, fused
+        )
         losses[chunk] = at_target.neg().where(valid, 0)
         if hidden_grad:
             out = dhidden.view(-1, width)[chunk]
             torch.mul(dlogits @ head, keep, out=out)
         if weight_grad and dtype == exact:
-            dweight.addmm_(dlogits[:, :vocab].T, h)
+            dweight.addmm_(dlogits.T, h)
         elif weight_grad:
-            dweight += dlogits[:, :vocab].T @ h
+            dweight += dlogits.T @ h
         del dlogits  # or it lives on beside the logits of the next chunk
-    return losses.sum(), dhidden, dweight.to(weight.dtype)
+    return losses.sum(), dhidden, dweight[:vocab].to(weight.dtype)
 
 
 _cross_entropy = torch.library.custom_op(
@@ -164,13 +172,16 @@ _cross_entropy = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor weight, Tensor targets, ScalarType dtype, "
-        "bool hidden_grad, bool weight_grad) -> (Tensor, Tensor, Tensor)"
+        "bool hidden_grad, bool weight_grad, bool fused=False) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @_cross_entropy.register_fake
-def _fake_cross_entropy(hidden, weight, targets, dtype, hidden_grad, weight_grad):
+def _fake_cross_entropy(
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False
+):
     exact = torch.promote_types(hidden.dtype, torch.float32)
     return (
         hidden.new_empty((), dtype=exact),
@@ -193,9 +204,9 @@ def _scale_gradients(ctx, dloss, *_):
             "and use torch.nn.functional.cross_entropy"
         )
     if dloss is None:
-        return (None,) * 6
+        return (None,) * 7
     wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 4
+    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 5
 
 
 _cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -205,6 +216,7 @@ def _cross_entropy_sum(
     hidden: Float[Tensor, "B T d_model"],
     weight: Float[Tensor, "V d_model"],
     targets: Int[Tensor, "B T"],
+    fused: bool = False,
 ) -> Float[Tensor, ""]:
     """Sum of the cross-entropy over valid targets; logits of a chunk at a time.
 
@@ -215,6 +227,7 @@ def _cross_entropy_sum(
         hidden: output of the last norm.
         weight: output embedding.
         targets: token ids already shifted; -100 is ignored.
+        fused: take the softmax in one kernel.
 
     Returns: a scalar, float32, or float64 for hidden in float64.
 
@@ -227,7 +240,7 @@ def _cross_entropy_sum(
         dtype = torch.get_autocast_dtype(device)
     learns = torch.is_grad_enabled()
     wanted = [learns and z.requires_grad for z in (hidden, weight)]
-    return _cross_entropy(hidden, weight, targets, dtype, *wanted)[0]
+    return _cross_entropy(hidden, weight, targets, dtype, *wanted, fused)[0]
 
 
 # %% notebooks/07_block_and_model.py#the-whole-model
@@ -299,7 +312,8 @@ class Mamba3Transformer(nn.Module):
         if targets is None:
             logits = self.lm_head(hidden).float()
             return (logits, states) if return_states else logits
-        loss_sum = _cross_entropy_sum(hidden, self.lm_head.weight, targets)
+        fused = hidden.is_cuda and self.layers[0].fuses(hidden.device)
+        loss_sum = _cross_entropy_sum(hidden, self.lm_head.weight, targets, fused)
         n_valid = (targets != -100).sum()
         if reduction == "sum":
             return loss_sum, n_valid
@@ -320,7 +334,8 @@ class Mamba3Transformer(nn.Module):
         for layer, state in zip(self.layers, states, strict=True):
             u, state = layer(u, reset, state, return_final_states=True)
             final_states.append(state)
-        return self.norm_f(u), final_states
+        add_norm, _ = self.layers[0].row_operations(u)
+        return add_norm(u, None, self.norm_f)[1], final_states
 
     def _check_call(self, tokens, targets, doc_ids, reduction, return_states) -> None:
         if reduction not in ("mean", "sum"):

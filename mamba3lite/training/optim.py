@@ -95,5 +95,5 @@ def decay_rates(model: nn.Module) -> Iterator[nn.Parameter]:
 @torch.no_grad()
 def project_decay_rates(model: nn.Module) -> None:
     """Keep Re(A) <= -1e-4, so that every state decays; Im(A) is left alone."""
-    for rates in decay_rates(model):
-        torch.view_as_real(rates)[..., 0].clamp_(max=MAX_REAL_A)
+    parts = [torch.view_as_real(rates)[..., 0] for rates in decay_rates(model)]
+    torch._foreach_clamp_max_(parts, MAX_REAL_A)
