@@ -760,13 +760,14 @@ def time_steps(
     """The numbers of a row of `measure_model`, of one new model."""
     from mamba3lite.training.estimate import flops_per_token, peak_flops
     from mamba3lite.training.optim import build_optimizer
+    from mamba3lite.training.parallel import compiled_for_training
     from mamba3lite.training.pretrain import peak_memory, train_step
 
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     model = Mamba3Transformer(fields).to(device)
     optimizer = build_optimizer(model, training)
-    stepped = torch.compile(model, fullgraph=True) if compiled else model
+    stepped = compiled_for_training(model, fullgraph=True) if compiled else model
     step = partial(train_step, stepped, optimizer, [batch], bf16=on_gpu)
     losses = [step().loss for _ in range(3)]
     if on_gpu:
@@ -847,6 +848,7 @@ def run_bench(
     *,
     tune: bool = False,
     peers: bool = False,
+    scan: bool = True,
     model: str | None = None,
     overrides: list[str] | None = None,
     say: Callable = print,
@@ -854,12 +856,12 @@ def run_bench(
 ) -> dict[str, Any]:
     """Measure everything; returns what `--json` writes.
 
-    Args: save: called with what is there after each part, so that nothing measured is
-    lost by a later one.
+    Args: scan: False for no rows but those of the model. save: called with what is
+    there after each part, so that nothing measured is lost by a later one.
     """
     ceiling = ceilings(device)
     say(", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
-    rows = measure_rows(shape, checked, device, ceiling, say)
+    rows = measure_rows(shape, checked, device, ceiling, say) if scan else []
     report = {
         "format": FORMAT,
         "date": datetime.now(UTC).date().isoformat(),
@@ -940,6 +942,9 @@ def main(
         str | None,
         typer.Option(help="Also train this configuration for 20 steps: pretrain_434m."),
     ] = None,
+    scan: Annotated[
+        bool, typer.Option("--scan/--no-scan", help="Leave the scan out, for --model.")
+    ] = True,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="One setting of --model, as for training."),
@@ -963,6 +968,8 @@ def main(
         raise typer.BadParameter(f"{json_file.parent} is not a folder")
     if overrides and not model:
         raise typer.BadParameter("--set changes the configuration of --model; name one")
+    if not scan and (peers or not model):
+        raise typer.BadParameter("--no-scan measures --model alone; name one, no peers")
     if model:
         check_model(model, overrides or [])
     shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)
@@ -973,13 +980,14 @@ def main(
     checked = replace(shape, **few)
     faults: list[str | None] = []
     report = run_bench(
-        shape, checked, device, tune=tune, peers=peers, model=model,
+        shape, checked, device, tune=tune, peers=peers, scan=scan, model=model,
         overrides=overrides, say=Console(stderr=True).print,
         save=lambda part: faults.append(write_report(json_file, part)),
     )  # fmt: skip
     console = Console()
     console.width = max(console.width, 100)
-    console.print(table_of(report["rows"]))
+    if scan:
+        console.print(table_of(report["rows"]))
     for ratio in report["ratios"]:
         kernel = kernel_of(ratio["part"], report["rows"])
         print(

@@ -63,7 +63,7 @@ def report_faults(report: dict) -> list[str]:
         faults.append(f"command is {command!r}, which starts no benchmark")
     faults += [f"command names a place of one machine: {w}" for w in command.split()
                if w.startswith(("/", "~"))]  # fmt: skip
-    if not report.get("rows"):
+    if not report.get("rows") and not report.get("model"):
         return [*faults, "no rows"]
     for section in ("ceilings", "rows", "ratios", "launches", "model"):
         faults += [
@@ -168,7 +168,10 @@ def test_the_page_shows_every_file():
     assert placing_faults(page, [path.name for path in FILES]) == []
 
 
-def test_what_the_benchmark_writes_is_whole_and_makes_tables(monkeypatch, tmp_path):
+@pytest.mark.parametrize("scan", [True, False])
+def test_what_the_benchmark_writes_is_whole_and_makes_tables(
+    scan, monkeypatch, tmp_path
+):
     monkeypatch.setattr("sys.argv", ["bench.py", "--json", "docs/benchmarks/x.json"])
     shape = bench.Shape(B=1, T=32, H=2, D=4, N=4, chunk=16)
     model = write_config(tmp_path / "c.yaml", tmp_path / "no-data", tmp_path)
@@ -178,14 +181,16 @@ def test_what_the_benchmark_writes_is_whole_and_makes_tables(monkeypatch, tmp_pa
         torch.device("cpu"),
         tune=False,
         peers=False,
+        scan=scan,
         model=str(model),
         say=lambda line: None,
     )
     report = json.loads(json.dumps(report))
     assert report_faults(report) == []
     page = site.benchmark_markdown(report, "x.json")
-    assert page.count("\n| `pytorch`,&nbsp;ieee |") == 3
+    assert page.count("\n| `pytorch`,&nbsp;ieee |") == 3 * scan
     assert page.count("\n| `pytorch`,&nbsp;eager |") == 1
+    assert ("errors at" in page) == scan
 
 
 def time(median: float) -> dict:

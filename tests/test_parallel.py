@@ -390,10 +390,10 @@ def test_the_fused_operator_under_both(prepared, tmp_path, monkeypatch):
 def test_compile_and_bf16_under_both(prepared, tmp_path, monkeypatch, grad_checkpoint):
     compile_model, compiled = torch.compile, []
 
-    def without_code(function, **options):
+    def without_code(function, options):
         # The graphs of the compiler, without the minute that their code takes.
         compiled.append(function)
-        return compile_model(function, backend="eager", **options)
+        return compile_model(function, backend="eager")
 
     monkeypatch.setattr(torch, "compile", without_code)
     settings = {"compile": True, "precision": "bf16", "micro_batch_size": 1}

@@ -545,12 +545,15 @@ def _provenance(report: dict, name: str) -> str:
         for kind, rate in report["ceilings"].items()
         if kind.endswith("_tflop_s")
     )
+    scan = (
+        f"Times at {shape}; errors at {error_shape}. Times are medians; below them "
+        "stand the 10th and the 90th percentile, and the floor. "
+    )
     return (
         f"*Measured* on {report['device']['name']}, {report['date']}, with {software}: "
         f"[{name}]({name}).\n\n```console\n{report['command']}\n```\n\n"
-        f"Times at {shape}; errors at {error_shape}. The device copies {copied:.3g} "
-        f"TB/s and multiplies {products}. Times are medians; below them stand the 10th "
-        "and the 90th percentile, and the floor."
+        f"{scan if report['rows'] else ''}The device copies {copied:.3g} TB/s and "
+        f"multiplies {products}."
     )
 
 

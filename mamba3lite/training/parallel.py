@@ -276,7 +276,7 @@ class Ranks:
             return model
         called = model.to(self.device)
         if training.compile:
-            called = torch.compile(called, mode=training.compile_mode)
+            called = compiled_for_training(called, training.compile_mode)
         if self.size == 1:
             return called
         on_gpu = self.device.type == "cuda"
@@ -306,10 +306,9 @@ class Ranks:
         for layer in model.layers:
             if training.compile:
                 # Inside the hooks that gather its parameters.
-                compiled = torch.compile(
-                    layer._forward_impl, mode=training.compile_mode
+                layer._forward_impl = compiled_for_training(
+                    layer._forward_impl, training.compile_mode
                 )
-                layer._forward_impl = compiled
             fully_shard(layer, mp_policy=half, **shared)
         fully_shard(model, reshard_after_forward=True, **shared)
 
@@ -455,6 +454,19 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def compiled_for_training(function: Callable, mode: str = "default", **options):
+    """``torch.compile`` for a model or a part of it.
+
+    The compiler would pad the rows of wide matrices to whole cache lines. The scan's
+    operator takes what it was promised, rows one after the other, so that every
+    projection would be copied, and every gradient of one. ``options``: ``fullgraph``.
+    """
+    from torch._inductor import list_mode_options  # it takes a second to import
+
+    settings = list_mode_options(mode) | {"comprehensive_padding": False}
+    return torch.compile(function, options=settings, **options)
 
 
 def waited_in_vain(patience_s: float) -> str:
