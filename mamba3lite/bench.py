@@ -15,7 +15,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -524,15 +524,16 @@ def parts_of(part: str, result: tuple, shape: Shape) -> list[Tensor]:
 
 
 def measure_rows(
-    shape: Shape, checked: Shape, device: torch.device, ceiling: dict, say: Callable
-) -> list[dict]:
-    """One row for every part, precision and version."""
+    parts: Sequence[str], shape: Shape, checked: Shape, device: torch.device,
+    ceiling: dict, say: Callable,
+) -> list[dict]:  # fmt: skip
+    """One row for every precision and version of these parts."""
     precisions = PRECISIONS if device.type == "cuda" else PRECISIONS[:1]
     for kernel in KERNELS:
         if reason := unavailable(kernel, shape, device):
             say(f"{kernel} not measured: {reason}")
     rows = []
-    for part in PARTS:
+    for part in parts:
         inputs = part_inputs(part, shape, device)
         small = part_inputs(part, checked, device)
         wanted, need = oracle(part, small, checked), cost(part, shape)
@@ -697,6 +698,20 @@ def sweep_fused(shape: Shape, device: torch.device, say: Callable) -> list[dict]
     return rows
 
 
+def check_parts(
+    parts: list[str] | None, scan: bool, peers: bool, model: str | None
+) -> Sequence[str]:
+    """The parts to measure; refuses a name that is none, and nothing to measure."""
+    for name in parts or ():
+        if name not in PARTS:
+            raise typer.BadParameter(f"--part {name}: there are {', '.join(PARTS)}")
+    if not scan and (parts or peers or not model):
+        raise typer.BadParameter(
+            "--no-scan measures --model alone; name one, and no --part or --peers"
+        )
+    return (parts or PARTS) if scan else ()
+
+
 def check_model(config: str, overrides: list[str]) -> None:
     """Refuse a configuration that cannot be loaded, before anything is measured."""
     from mamba3lite.training.config import ConfigError, load_config
@@ -848,7 +863,7 @@ def run_bench(
     *,
     tune: bool = False,
     peers: bool = False,
-    scan: bool = True,
+    parts: Sequence[str] = PARTS,
     model: str | None = None,
     overrides: list[str] | None = None,
     say: Callable = print,
@@ -856,12 +871,12 @@ def run_bench(
 ) -> dict[str, Any]:
     """Measure everything; returns what `--json` writes.
 
-    Args: scan: False for no rows but those of the model. save: called with what is
-    there after each part, so that nothing measured is lost by a later one.
+    Args: parts: those of the scan to measure. save: called with what is there after
+    each step, so that nothing measured is lost by a later one.
     """
     ceiling = ceilings(device)
     say(", ".join(f"{name} {value:.3g}" for name, value in ceiling.items()))
-    rows = measure_rows(shape, checked, device, ceiling, say) if scan else []
+    rows = measure_rows(parts, shape, checked, device, ceiling, say)
     report = {
         "format": FORMAT,
         "date": datetime.now(UTC).date().isoformat(),
@@ -942,6 +957,10 @@ def main(
         str | None,
         typer.Option(help="Also train this configuration for 20 steps: pretrain_434m."),
     ] = None,
+    parts: Annotated[
+        list[str] | None,
+        typer.Option("--part", help=f"Only this part of the scan: {', '.join(PARTS)}."),
+    ] = None,
     scan: Annotated[
         bool, typer.Option("--scan/--no-scan", help="Leave the scan out, for --model.")
     ] = True,
@@ -968,8 +987,7 @@ def main(
         raise typer.BadParameter(f"{json_file.parent} is not a folder")
     if overrides and not model:
         raise typer.BadParameter("--set changes the configuration of --model; name one")
-    if not scan and (peers or not model):
-        raise typer.BadParameter("--no-scan measures --model alone; name one, no peers")
+    parts = check_parts(parts, scan, peers, model)
     if model:
         check_model(model, overrides or [])
     shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)
@@ -980,13 +998,13 @@ def main(
     checked = replace(shape, **few)
     faults: list[str | None] = []
     report = run_bench(
-        shape, checked, device, tune=tune, peers=peers, scan=scan, model=model,
+        shape, checked, device, tune=tune, peers=peers, parts=parts, model=model,
         overrides=overrides, say=Console(stderr=True).print,
         save=lambda part: faults.append(write_report(json_file, part)),
     )  # fmt: skip
     console = Console()
     console.width = max(console.width, 100)
-    if scan:
+    if parts:
         console.print(table_of(report["rows"]))
     for ratio in report["ratios"]:
         kernel = kernel_of(ratio["part"], report["rows"])

@@ -2491,7 +2491,9 @@ for flagged in (False, True):
 # %% tags=["export"]
 def _as_it_lies(z: Tensor | None) -> Tensor | None:
     """z in memory as a kernel reads it: in order, no conjugate or sign left to do."""
-    return None if z is None else z.resolve_conj().resolve_neg().contiguous()
+    if z is None or (z.is_contiguous() and not (z.is_conj() or z.is_neg())):
+        return z
+    return z.resolve_conj().resolve_neg().contiguous()
 
 
 def _forward(proj, A, initial_states, reset, head_dim, state_dim, chunk, precision):
@@ -2628,9 +2630,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(proj, A, reset, *output[1:])
 
 
-def _differentiate(
-    ctx, dy, dfinal, _dstates, _dgates, backward=_ssd_fused_backward
-):
+def _differentiate(ctx, dy, dfinal, _dstates, _dgates, backward=_ssd_fused_backward):
     proj, A, reset, final, states, gates = ctx.saved_tensors
     if dy is None:
         dy = proj.new_zeros(*proj.shape[:2], A.shape[0], ctx.options[0])

@@ -46,7 +46,7 @@ def test_help_names_every_option():
     shown = set(re.findall(r"--[a-z-]+", result.stdout))
     sizes = {"--batch", "--time", "--heads", "--head-dim", "--state-dim"}
     more = {"--chunk-size", "--tune", "--peers", "--model", "--set", "--json"}
-    more |= {"--no-scan"}
+    more |= {"--part", "--no-scan"}
     assert shown == sizes | more | {"--help"}
     assert "mamba3lite bench" in result.stdout
 
@@ -62,8 +62,10 @@ def test_help_names_every_option():
         (("--fast",), "No such option: --fast"),
         (("--model", "nope"), "nope: no such file"),
         (("--set", "training.lr=1"), "--set changes the configuration of --model"),
+        (("--part", "blok"), "--part blok: there are per_chunk, scan, block_fp32"),
         (("--no-scan",), "--no-scan measures --model alone"),
         (("--no-scan", "--model", "tiny", "--peers"), "--no-scan measures --model"),
+        (("--no-scan", "--model", "tiny", "--part", "scan"), "and no --part"),
         (("--model", "tiny", "--set", "training.lr=x"), 'training.lr: got "x"'),
     ],
 )

@@ -849,7 +849,9 @@ if HAS_TRITON:
 # %% notebooks/06_rotary_fusion.py#two-operators
 def _as_it_lies(z: Tensor | None) -> Tensor | None:
     """z in memory as a kernel reads it: in order, no conjugate or sign left to do."""
-    return None if z is None else z.resolve_conj().resolve_neg().contiguous()
+    if z is None or (z.is_contiguous() and not (z.is_conj() or z.is_neg())):
+        return z
+    return z.resolve_conj().resolve_neg().contiguous()
 
 
 def _forward(proj, A, initial_states, reset, head_dim, state_dim, chunk, precision):
