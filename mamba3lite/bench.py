@@ -961,9 +961,9 @@ def main(
         list[str] | None,
         typer.Option("--part", help=f"Only this part of the scan: {', '.join(PARTS)}."),
     ] = None,
-    scan: Annotated[
-        bool, typer.Option("--scan/--no-scan", help="Leave the scan out, for --model.")
-    ] = True,
+    no_scan: Annotated[
+        bool, typer.Option("--no-scan", help="Leave the scan out, for --model.")
+    ] = False,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="One setting of --model, as for training."),
@@ -987,7 +987,7 @@ def main(
         raise typer.BadParameter(f"{json_file.parent} is not a folder")
     if overrides and not model:
         raise typer.BadParameter("--set changes the configuration of --model; name one")
-    parts = check_parts(parts, scan, peers, model)
+    parts = check_parts(parts, not no_scan, peers, model)
     if model:
         check_model(model, overrides or [])
     shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)

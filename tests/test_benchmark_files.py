@@ -42,9 +42,15 @@ def numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
         yield path, value
 
 
+COMMANDS = {
+    None: r"(python -m mamba3lite\.bench|mamba3lite bench)( |$)",
+    "scaling": r"python -m mamba3lite\.scaling( |$)",
+}
+
+
 def report_faults(report: dict) -> list[str]:
     """What a benchmark file lacks, or says twice in different ways."""
-    faults = []
+    faults, kind = [], report.get("kind")
     if report.get("format") != bench.FORMAT:
         faults.append(f"format is {report.get('format')}, not {bench.FORMAT}")
     try:
@@ -59,12 +65,14 @@ def report_faults(report: dict) -> list[str]:
             if not report.get(section, {}).get(key)
         ]
     command = str(report.get("command", ""))
-    if not re.match(r"(python -m mamba3lite\.bench|mamba3lite bench)( |$)", command):
+    if not re.match(COMMANDS[kind], command):
         faults.append(f"command is {command!r}, which starts no benchmark")
     faults += [f"command names a place of one machine: {w}" for w in command.split()
                if w.startswith(("/", "~"))]  # fmt: skip
     if not report.get("rows") and not report.get("model"):
         return [*faults, "no rows"]
+    if kind == "scaling":
+        return faults + scaling_faults(report)
     for section in ("ceilings", "rows", "ratios", "launches", "model"):
         faults += [
             f"{path} is {value}, not a finite positive number"
@@ -74,6 +82,48 @@ def report_faults(report: dict) -> list[str]:
     faults += fused_launch_faults(report.get("fused_launches", []))
     faults += model_faults(report.get("model", []))
     return faults + time_faults(report) + ratio_faults(report)
+
+
+def scaling_faults(report: dict) -> list[str]:
+    """Numbers of several GPUs that are no measurement, or contradict each other."""
+    named = ("model", "rows", "exchanges", "checkpoints")
+    faults = [
+        f"{path} is {value}, not a finite positive number"
+        for section in named
+        for path, value in numbers(report[section], section)
+        if not (math.isfinite(value) and value >= 0)
+        or (value == 0 and "collectives" not in path)
+    ]
+    first = report["rows"][0]
+    for index, row in enumerate(report["rows"]):
+        where = f"rows[{index}]"
+        if row["mfu"] is not None and row["mfu"] >= 1:
+            faults.append(f"{where}.mfu is {row['mfu']}, all of the device")
+        tokens = row["tokens_per_s"] * row["step_ms"] / 1e3
+        if not math.isclose(tokens, row["tokens_per_step"], rel_tol=1e-9):
+            faults.append(f"{where}: {tokens} tokens a step by its time and speed")
+        ideal = row["gpus"] * first["tokens_per_s"]
+        share = row["tokens_per_s"] / ideal
+        if first["gpus"] == 1 and not math.isclose(row["efficiency"], share):
+            faults.append(f"{where}.efficiency is {row['efficiency']}, rows: {share}")
+        if row["gpus"] > report["device"]["gpus"]:
+            faults.append(f"{where}: more GPUs than the machine has")
+    compared = report["same_loss"] + [report["resumed"]] * bool(report["resumed"])
+    for row in compared:
+        lengths = {row["steps"], len(row["losses"]), len(row["losses_alone"])}
+        if len(lengths) > 1:
+            faults.append(f"steps and losses are {lengths}")
+        pairs = zip(row["losses"], row["losses_alone"], strict=False)
+        largest = max(abs(a - b) / abs(b) for a, b in pairs)
+        if row["largest"] != largest:
+            faults.append(f"largest is {row['largest']}, the losses give {largest}")
+    ran = {row["gpus"] for row in report["rows"]}
+    said = {row["part"] for row in report["not_run"]}
+    return faults + [
+        f"{n} GPUs: neither a row nor a reason"
+        for n in report["plan"]["gpus"]
+        if n not in ran and not any(part.startswith(f"{n} GPU") for part in said)
+    ]
 
 
 def fused_launch_faults(rows: list[dict]) -> list[str]:
@@ -327,6 +377,133 @@ def test_a_damaged_report_is_named(damage: Callable[[dict], object], complaint: 
     report = copy.deepcopy(REPORT)
     damage(report)
     assert any(complaint in fault for fault in report_faults(report))
+
+
+def speed(gpus: int, parallel: str, step_ms: float, seen: dict | None) -> dict:
+    rate = gpus * 16384 / step_ms * 1e3
+    return {
+        "gpus": gpus,
+        "parallel": parallel,
+        "tokens_per_step": gpus * 16384,
+        "tokens_per_s": rate,
+        "mfu": 0.415,
+        "step_ms": step_ms,
+        "step_ms_low": 0.99 * step_ms,
+        "step_ms_high": 1.02 * step_ms,
+        "timed_steps": 40,
+        "peak_gb": 31.24,
+        "dispatch": "fused",
+        "collectives": seen,
+        "efficiency": rate / (gpus * 16384 / 200 * 1e3),
+    }
+
+
+def compared(precision: str, losses: list[float], alone: list[float]) -> dict:
+    apart = [abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True)]
+    return {
+        "gpus": 2,
+        "parallel": "ddp",
+        "config": "small_gpu",
+        "precision": precision,
+        "steps": len(losses),
+        "largest": max(apart),
+        "at_step": 1 + apart.index(max(apart)),
+        "limit": 1e-5,
+        "losses": losses,
+        "losses_alone": alone,
+    }
+
+
+SEEN = {"collective_ms": 21.04, "exposed_ms": 8.0, "by_name": {"ncclAllReduce": 21.04}}
+SCALING = {
+    "format": 1,
+    "kind": "scaling",
+    "date": "2026-11-30",
+    "command": "python -m mamba3lite.scaling --json b.json",
+    "device": {"name": "A GPU", "threads": 8, "gpus": 2},
+    "versions": {"python": "3.12", "torch": "2.11", "mamba3lite": "1", "nccl": "2.28"},
+    "plan": {"config": "pretrain_434m", "rows": 8, "steps": 50, "warm_up": 10,
+             "gpus": [1, 2, 8]},
+    "model": {"gradient_bytes": 1_734_653_184, "matrix_parameters": 433_000_000},
+    "rows": [
+        speed(1, "alone", 200.0, SEEN | {"collective_ms": 0.0, "exposed_ms": 0.0}),
+        speed(2, "ddp", 208.0, SEEN),
+        speed(2, "fsdp2", 250.0, None),
+    ],
+    "exchanges": [{"gpus": 2, "mb": 1024, "ms": 3.2, "bus_gb_s": 335.5}],
+    "checkpoints": [{"gpus": 2, "parallel": "fsdp2", "checkpoint_bytes": 5.2e9,
+                     "save_s": 21.25, "find_s": 4.0, "load_s": 6.0}],
+    "same_loss": [compared("fp32", [5.0, 4.00002], [5.0, 4.0])],
+    "resumed": compared("fp32", [5.0, 4.00001], [5.0, 4.0]) | {"gpus": [2, 1, 2]},
+    "dead_rank": {"gpus": 2, "killed_rank": 1, "dist_timeout_s": 15,
+                  "others_gone_s": 14.87, "torchrun_exit_code": 1,
+                  "said": "rank 0: nothing moved", "sound_checkpoints": 2,
+                  "faults": []},
+    "not_run": [{"part": "8 GPUs", "reason": "this machine has 2"}],
+}  # fmt: skip
+
+
+def test_a_whole_report_of_several_gpus_has_no_faults():
+    assert report_faults(SCALING) == []
+
+
+@pytest.mark.parametrize(
+    "damage, complaint",
+    [
+        (lambda r: r.update(command="mamba3lite bench"), "starts no benchmark"),
+        (lambda r: r["rows"].clear(), "no rows"),
+        (lambda r: r["rows"][1].update(step_ms=0), "step_ms is 0, not a finite"),
+        (lambda r: r["rows"][1].update(mfu=1.1), "mfu is 1.1, all of the device"),
+        (lambda r: r["rows"][1].update(step_ms=100.0), "tokens a step by its time"),
+        (lambda r: r["rows"][2].update(efficiency=0.95), "efficiency is 0.95"),
+        (lambda r: r["device"].update(gpus=1), "more GPUs than the machine has"),
+        (lambda r: r["same_loss"][0].update(largest=1e-9), "largest is 1e-09"),
+        (lambda r: r["resumed"]["losses"].append(3.0), "steps and losses are"),
+        (lambda r: r["not_run"].clear(), "8 GPUs: neither a row nor a reason"),
+        (lambda r: r["checkpoints"][0].update(save_s=math.nan), "save_s is nan"),
+    ],
+)
+def test_a_damaged_report_of_several_gpus_is_named(damage, complaint):
+    report = copy.deepcopy(SCALING)
+    damage(report)
+    assert any(complaint in fault for fault in report_faults(report))
+
+
+def test_the_tables_of_several_gpus_say_what_the_file_says():
+    page = site.benchmark_markdown(SCALING, "b.json")
+    assert "*Measured* on 2 x A GPU, 2026-11-30, with python 3.12, torch 2.11" in page
+    assert "[b.json](b.json)" in page and f"\n{SCALING['command']}\n" in page
+    assert "medians of the steps 11 to 50" in page
+    measured = page.partition("(*derived*, not run)")[0]
+    assert cells(measured, "1,&nbsp;`alone`")[1:3] == ["81,920", "100.0%"]
+    assert cells(measured, "2,&nbsp;`ddp`")[1:] == [
+        *("157,538", "96.2%", "208<br><small>206 to 212</small>"),
+        *("41.5%", "31.2", "21.0<br><small>8.0 exposed</small>"),
+    ]
+    assert cells(measured, "2,&nbsp;`fsdp2` | 131,072")[-1] == "-"
+    assert cells(measured, "2 | 1024")[2:] == ["3.2", "335.5"]
+    saved = ["5.20", "21.2", "4.0", "6.0"]
+    assert cells(measured, "2,&nbsp;`fsdp2` | 5.20")[1:] == saved
+    small = "`ddp`, fp32, `small_gpu`"
+    assert cells(page, f"2 GPUs, {small}")[1:] == ["2", "5.0e-06", "2", "1e-05"]
+    assert cells(page, f"resumed: 2 to 1 to 2 GPUs, {small}")[2] == "2.5e-06"
+    assert "gone after 14.9 s, torchrun ended with exit code 1" in page
+    assert "2 sound checkpoints and no faults" in page
+    assert "**Not run**\n\n- 8 GPUs: this machine has 2\n" in page
+    # 2 x 7/8 of 1.735e9 bytes at 450e9 a second, against a step of 200 ms.
+    derived = page.partition("(*derived*, not run)")[2]
+    assert cells(derived, "8,&nbsp;`ddp`")[1:4] == ["3.04", "6.7", "3.4%"]
+    assert "| 64,&nbsp;`ddp`<br><small>8 x 400 Gb/s a host</small> |" in derived
+    assert derived.count("\n| 512,") == 4
+
+
+def test_what_several_gpus_did_not_do_has_no_table():
+    report = copy.deepcopy(SCALING)
+    report |= {"exchanges": [], "checkpoints": [], "same_loss": [], "not_run": []}
+    report |= {"resumed": None, "dead_rank": None}
+    del report["rows"][0]
+    page = site.benchmark_markdown(report, "b.json")
+    assert "**" not in page and page.count("| --- |") == 1
 
 
 def test_a_file_without_a_place_and_a_place_without_a_file_are_named():

@@ -407,3 +407,18 @@ def test_compile_and_bf16_under_both(prepared, tmp_path, monkeypatch, grad_check
     )
     for kind in KINDS:
         assert results[kind] == pytest.approx(plain, abs=2e-3), kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_ends_with_its_run(prepared, tmp_path, kind):
+    # Taken down with the interpreter, a process that is done aborts now and then.
+    config = write_config(
+        tmp_path / "a.yaml", prepared, tmp_path / "run", parallel=kind, total_steps=2
+    )
+    action = train(config)
+
+    def with_more_to_do(rank: int) -> int:
+        action(rank)
+        return 77
+
+    assert [end.code for end in in_ranks(with_more_to_do)] == [0, 0]

@@ -502,9 +502,12 @@ def benchmark_markdown(report: dict, name: str) -> str:
     """One benchmark file as Markdown: where it comes from, then its tables.
 
     Args:
-        report: what `mamba3lite bench --json` wrote; older files lack some sections.
+        report: what `mamba3lite bench --json` or `mamba3lite.scaling` wrote; older
+            files lack some sections.
         name: its file name, for the link; the file lies beside the page.
     """
+    if report.get("kind") == "scaling":
+        return scaling_markdown(report, name)
     blocks = [_provenance(report, name)]
     heads = ["version", "forward, ms", "with backward, ms", "peak, MB", "largest error"]
     for part, title in PARTS.items():
@@ -538,7 +541,6 @@ def _provenance(report: dict, name: str) -> str:
         ", ".join(f"{'C' if key == 'chunk' else key} = {n}" for key, n in sizes.items())
         for sizes in (report["shape"], report["error_shape"])
     )
-    software = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if v)
     copied = report["ceilings"]["copy_tb_s"]
     products = ", ".join(
         f"{rate:.3g} TFLOP/s in {kind.removesuffix('_tflop_s')}"
@@ -550,10 +552,18 @@ def _provenance(report: dict, name: str) -> str:
         "stand the 10th and the 90th percentile, and the floor. "
     )
     return (
-        f"*Measured* on {report['device']['name']}, {report['date']}, with {software}: "
-        f"[{name}]({name}).\n\n```console\n{report['command']}\n```\n\n"
+        f"{_origin(report, name, report['device']['name'])}\n\n"
         f"{scan if report['rows'] else ''}The device copies {copied:.3g} TB/s and "
         f"multiplies {products}."
+    )
+
+
+def _origin(report: dict, name: str, device: str) -> str:
+    """Device, date, software and file, and the command below them."""
+    software = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if v)
+    return (
+        f"*Measured* on {device}, {report['date']}, with {software}: "
+        f"[{name}]({name}).\n\n```console\n{report['command']}\n```"
     )
 
 
@@ -656,6 +666,130 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
     """A Markdown table: names at the left, numbers right-aligned."""
     rule = ["---", *["--:"] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [heads, rule, *rows])
+
+
+# ---------------------------------------------------------------- several GPUs
+
+
+def scaling_markdown(report: dict, name: str) -> str:
+    """A file of `mamba3lite.scaling` as Markdown: what was run, and what was not."""
+    device, plan = report["device"], report["plan"]
+    blocks = [
+        _origin(report, name, f"{device['gpus']} x {device['name']}"),
+        f"`{plan['config']}`, {plan['rows']} rows a GPU and step; medians of the steps "
+        f"{plan['warm_up'] + 1} to {plan['steps']}, in small type the 10th and the "
+        "90th percentile.",
+        _speed_table(report["rows"]),
+    ]
+    if report["exchanges"]:
+        blocks += ["**An all-reduce alone**", _exchange_table(report["exchanges"])]
+    if report["checkpoints"]:
+        blocks += ["**Checkpoints**", _checkpoint_table(report["checkpoints"])]
+    if compared := _compared_rows(report):
+        heads = ["against one GPU", "steps", "largest difference", "at step", "limit"]
+        blocks += ["**The same losses**", _table(heads, compared)]
+    if dead := report["dead_rank"]:
+        blocks += ["**A rank is killed in a step**", _dead_rank(dead)]
+    if report["not_run"]:
+        missing = [f"- {row['part']}: {row['reason']}" for row in report["not_run"]]
+        blocks += ["**Not run**", "\n".join(missing)]
+    return "\n\n".join([*blocks, *_communication(report)])
+
+
+def _speed_table(rows: list[dict]) -> str:
+    heads = ["GPUs", "tokens/s", "efficiency", "ms a step", "MFU", "peak, GB"]
+    heads.append("collectives, ms")
+    lines = []
+    for row in rows:
+        spread = f"{_short(row['step_ms_low'])} to {_short(row['step_ms_high'])}"
+        lines.append(
+            [
+                f"{row['gpus']},&nbsp;`{row['parallel']}`",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['efficiency']:.1%}" if "efficiency" in row else "-",
+                _two_lines(_short(row["step_ms"]), spread),
+                "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+                f"{row['peak_gb']:.1f}",
+                _collectives(row["collectives"]),
+            ]
+        )
+    return _table(heads, lines)
+
+
+def _collectives(seen: dict | None) -> str:
+    if seen is None:
+        return "-"
+    exposed = f"{seen['exposed_ms']:.1f} exposed"
+    return _two_lines(f"{seen['collective_ms']:.1f}", exposed)
+
+
+def _exchange_table(rows: list[dict]) -> str:
+    heads = ["GPUs", "2<sup>20</sup> bytes", "ms", "bus bandwidth, GB/s"]
+    keys = ("gpus", "mb", "ms", "bus_gb_s")
+    lines = [[f"{row[k]:.4g}" for k in keys] for row in rows]
+    return _table(heads, lines)
+
+
+def _checkpoint_table(rows: list[dict]) -> str:
+    heads = ["GPUs", "GB", "save, s", "find and verify, s", "load, s"]
+    lines = [
+        [f"{row['gpus']},&nbsp;`{row['parallel']}`"]
+        + [f"{row['checkpoint_bytes'] / 1e9:.2f}"]
+        + [f"{row[key]:.1f}" for key in ("save_s", "find_s", "load_s")]
+        for row in rows
+    ]
+    return _table(heads, lines)
+
+
+def _compared_rows(report: dict) -> list[list[str]]:
+    """Losses of several GPUs, and of the run that changed their number."""
+    rows = [(f"{r['gpus']} GPUs", r) for r in report["same_loss"]]
+    if resumed := report["resumed"]:
+        names = " to ".join(str(n) for n in resumed["gpus"])
+        rows.append((f"resumed: {names} GPUs", resumed))
+    return [
+        [
+            f"{name}, `{row['parallel']}`, {row['precision']}, `{row['config']}`",
+            f"{row['steps']}",
+            f"{row['largest']:.1e}",
+            f"{row['at_step']}",
+            f"{row['limit']:.0e}",
+        ]
+        for name, row in rows
+    ]
+
+
+def _dead_rank(found: dict) -> str:
+    faults = "; ".join(found["faults"]) or "no faults"
+    return (
+        f"Of {found['gpus']} ranks, number {found['killed_rank']} was killed with "
+        f"SIGKILL, at `training.dist_timeout_s={found['dist_timeout_s']}`. The others "
+        f"were gone after {found['others_gone_s']:.1f} s, torchrun ended with exit "
+        f"code {found['torchrun_exit_code']}, and `verify` found "
+        f"{found['sound_checkpoints']} sound checkpoints and {faults}. What they "
+        f"said:\n\n``` {{ .text .message }}\n{found['said']}\n```"
+    )
+
+
+def _communication(report: dict) -> list[str]:
+    """The table of what was not run, derived from the step of one GPU."""
+    from mamba3lite.communication import table_of
+
+    heads = ["GPUs, slowest link", "GB sent", "exchange, ms", "of the step"]
+    heads += ["efficiency one by one", "overlapped"]
+    lines = [
+        [
+            _two_lines(f"{row.gpus},&nbsp;`{row.parallel}`", row.link),
+            f"{row.sent_gb:.2f}",
+            f"{row.exchange_ms:.1f}",
+            *(f"{n:.1%}" for n in (row.ratio, row.one_by_one, row.overlapped)),
+        ]
+        for row in table_of(report)
+    ]
+    if not lines:
+        return []
+    title = "**Communication against compute on more GPUs** (*derived*, not run)"
+    return [title, _table(heads, lines)]
 
 
 # ---------------------------------------------------------------- settings

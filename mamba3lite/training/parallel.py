@@ -491,8 +491,13 @@ def lost_how(error: Exception) -> str:
 
 
 def leave(code: int, ranks: Ranks) -> int:
-    """The exit code; a process whose group is broken ends here and waits for no one."""
-    if ranks.size > 1 and code:
+    """The exit code; one of several processes ends here and waits for no one.
+
+    A broken group would be waited for. And after a run with shards the libraries take
+    themselves down, in which now and then a thread of theirs aborts a process that is
+    done: torchrun would call a finished run failed.
+    """
+    if ranks.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

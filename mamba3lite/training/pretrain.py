@@ -885,7 +885,7 @@ def run_training(
         with explained_failures(config, display.line, ranks):
             (rehearse if dry_run else train)(config, resume, display, ranks)
             ranks.close()
-        return 0
+        return leave(0, ranks)
     except RankFailed as error:
         code, reason, alone = 1, str(error), True
     except TrainingFailed as error:
