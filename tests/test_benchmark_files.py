@@ -69,7 +69,7 @@ def report_faults(report: dict) -> list[str]:
         faults.append(f"command is {command!r}, which starts no benchmark")
     faults += [f"command names a place of one machine: {w}" for w in command.split()
                if w.startswith(("/", "~"))]  # fmt: skip
-    if not report.get("rows") and not report.get("model"):
+    if not report.get("rows") and (kind or not report.get("model")):
         return [*faults, "no rows"]
     if kind == "scaling":
         return faults + scaling_faults(report)
