@@ -1,7 +1,9 @@
 """The memory estimate: against shadows of the real step, and against the allocator."""
 
+import json
 import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +141,22 @@ def test_the_estimate_of_tiny_ones(changes, half, checkpointing):
     wanted = simulated_peak(fields, setting, config.training)
     got = memory_of_step(ModelConfig.of(fields), setting).peak
     assert got == pytest.approx(wanted, rel=0.1)
+
+
+MEASURED = Path(__file__).parents[1] / "docs/benchmarks/runs/h200-memory.json"
+
+
+@pytest.mark.parametrize(
+    "row",
+    json.loads(MEASURED.read_text())["peak_bytes_of_the_tensors_in_a_step"],
+    ids=lambda row: f"{row['config']}-{row['grad_checkpoint']}",
+)
+def test_the_estimate_of_what_a_gpu_was_seen_to_use(row):
+    checkpointing = str(row["grad_checkpoint"]).lower()
+    config = load_config(row["config"], [f"training.grad_checkpoint={checkpointing}"])
+    model = ModelConfig.of(config.model_fields_of_run())
+    got = memory_of_step(model, setting_of(config, on_gpu=True)).peak
+    assert got == pytest.approx(row["measured"], rel=0.05)
 
 
 def saved_bytes(block: Mamba3Block, rows: int, half: bool) -> int:

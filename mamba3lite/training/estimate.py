@@ -97,8 +97,8 @@ def kept_by_layer(model: ModelConfig, setting: Setting) -> dict[str, int]:
     Counted from what each operation saves; ``size`` is what a matrix product reads,
     2 bytes under autocast and 4 otherwise. A norm keeps its input and one number a
     token, and on a CPU its result before the weight; a matrix product keeps its
-    operand, and under autocast a copy of its weight; the SwiGLU keeps both halves, the
-    gate after silu, and their product.
+    operand, and under autocast a copy of its weight; the SwiGLU keeps both halves and
+    their product, and the gate after silu unless the row kernels compute it again.
     """
     size = 2 if setting.half else 4
     tokens, d = setting.rows * model.max_seq_len, model.d_model
@@ -112,9 +112,15 @@ def kept_by_layer(model: ModelConfig, setting: Setting) -> dict[str, int]:
         "out_proj": size * tokens * width,
         "norm_ffn": norm,
         "ffn_gate_up": size * tokens * d,
-        "ffn_down": 4 * size * tokens * model.ffn_dim,
+        "ffn_down": (3 if fused_rows(model, setting) else 4)
+        * (size * tokens * model.ffn_dim),
         "bf16 weights": 2 * layer_matrices(model) if setting.half else 0,
     }
+
+
+def fused_rows(model: ModelConfig, setting: Setting) -> bool:
+    """Whether a step runs through ``models.row_kernels``."""
+    return setting.on_gpu and model.ssd_dispatch == "fused"
 
 
 def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
@@ -169,7 +175,8 @@ def loss_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     The gradients are those of the last norm's output and of the output matrix, both
     float32. The rest is that matrix as products read it, the hidden vectors likewise,
     and logits and log-probabilities of some tokens at a time. A CPU first widens
-    logits in bf16; a GPU does so as it reads them.
+    logits in bf16; a GPU does so as it reads them, and the row kernels keep no
+    log-probabilities.
     """
     size = 2 if setting.half else 4
     tokens, d = setting.rows * model.max_seq_len, model.d_model
@@ -179,6 +186,8 @@ def loss_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     at_once = min(tokens, _TOKENS_AT_ONCE)
     logits = size * at_once * padded
     log_p = 4 * at_once * padded * (2 if setting.half and not setting.on_gpu else 1)
+    if fused_rows(model, setting):
+        log_p = 0
     product = 2 * vocab * d if setting.half else 0
     copies = size * (padded * d + tokens * d) if setting.half else 0
     return gradients, copies + logits + max(log_p, product)
