@@ -581,13 +581,9 @@ for name, z in (("inner products", inner), ("row minus column sums", sums)):
 # computes. All products in tf32. "Replayed" times leave the launches from Python out.
 
 # %%
-report = json.loads(
-    next(
-        path / "docs/benchmarks/h200-per-chunk.json"
-        for path in (Path.cwd(), *Path.cwd().parents)
-        if (path / "docs/benchmarks").is_dir()
-    ).read_text()
-)
+folders = (path / "docs/benchmarks" for path in (Path.cwd(), *Path.cwd().parents))
+folder = next(path for path in folders if path.is_dir())
+report = json.loads((folder / "h200-per-chunk.json").read_text())
 rows = {
     (row["part"], row["version"]): row
     for row in report["rows"]
@@ -3052,6 +3048,49 @@ assert table[1, 32768][0][0] < table[8, 2048][0][0]
 # second implementation. (A chain of chunks in a single pass, each program waiting for
 # its neighbor, would have both advantages. It needs programs that talk to each other
 # while they run, and care about the order in which they start; we have not built it.)
+#
+# ## What it gains
+# *Measured* on an H200 (`docs/benchmarks/h200-fused.json`): what a block of the model
+# asks for, from the bfloat16 output of `in_proj` to $y$ in bfloat16, at the shape of
+# the table above. The bar under each is the floor of its precision: every input read
+# once and every output written once at the copy rate of that device, or the products at
+# its matmul rate, whichever takes longer.
+
+# %%
+fused = json.loads((folder / "h200-fused.json").read_text())
+shown = [("pytorch", "tf32"), ("triton", "tf32"), ("fused", "tf32"), ("fused", "bf16")]
+timed = {
+    (row["version"], row["precision"]): row
+    for row in fused["rows"]
+    if row["part"] == "block_bf16"
+}
+labels = ["notebook 03\nin PyTorch", "notebook 05\nper chunk"]
+labels += ["this page\ntf32", "this page\nbf16"]
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
+for axis, name in zip(axes, ("forward", "forward_backward"), strict=True):
+    rows = [timed[key] for key in shown]
+    ms = [row[f"{name}_ms"]["median"] for row in rows]
+    floor = [row[f"{name}_floor_ms"] for row in rows]
+    bars = axis.bar(range(4), ms, color=[PINK, BLUE, ORANGE, GREEN], width=0.6)
+    axis.bar(range(4), floor, color="black", width=0.6)
+    axis.bar_label(bars, [f"{value:.2f} ms" for value in ms], padding=2)
+    axis.set(xticks=range(4), yscale="log", ylim=(0.02, 20), ylabel="ms")
+    axis.set_xticklabels(labels)
+    title = {"forward": "forward", "forward_backward": "with backward"}[name]
+    axis.set_title(f"{title}; black: the floor")
+plt.show()
+scan = timed["fused", "bf16"]
+for name in ("forward", "forward_backward"):
+    plain, ours = (row[f"{name}_ms"]["median"] for row in (timed[shown[0]], scan))
+    gain, share = plain / ours, scan[f"{name}_floor_ms"] / ours
+    print(f"{name}: {gain:.0f} times as fast as PyTorch, {share:.0%} of the floor")
+    assert gain > 10 and share < 1
+
+# %% [markdown]
+# Where is the rest? The floor counts the projection and $y$. The states that enter the
+# chunks, written once and read twice, are as many bytes again; and the rows of the
+# projection, 10,272 bytes long, start off a 128-byte line three times in four, so that
+# lines at both ends of a piece are fetched for a part of them.
 #
 # ## What breaks: carrying a rounded state
 # In bf16 mode the states that outputs read are stored in bfloat16: one rounding, as of

@@ -536,7 +536,7 @@ def measured_faults(pages: Pages, root: Path) -> list[str]:
         for paragraph in re.split(r"\n\s*\n", prose(text)):
             if not re.search(r"(?<!\*)\*measured\*(?!\*)", paragraph, re.IGNORECASE):
                 continue
-            files = re.findall(r"benchmarks/([\w.-]+\.json)", paragraph)
+            files = re.findall(r"benchmarks/([\w./-]+\.(?:jsonl?|txt))", paragraph)
             if not files:
                 faults.append(f"{page}: no benchmark file: {paragraph.strip()[:60]}")
             missing = [f for f in files if not (root / "docs/benchmarks" / f).is_file()]
