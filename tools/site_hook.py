@@ -506,6 +506,8 @@ def benchmark_markdown(report: dict, name: str) -> str:
         name: its file name, for the link; the file lies beside the page.
     """
     blocks = [_provenance(report, name)]
+    if report.get("decode"):
+        return "\n\n".join([*blocks, *_decode_tables(report)])
     heads = ["version", "forward, ms", "with backward, ms", "peak, MB", "largest error"]
     for part, title in PARTS.items():
         rows = [_row_cells(row) for row in report["rows"] if row["part"] == part]
@@ -534,10 +536,6 @@ def benchmark_markdown(report: dict, name: str) -> str:
 
 
 def _provenance(report: dict, name: str) -> str:
-    shape, error_shape = (
-        ", ".join(f"{'C' if key == 'chunk' else key} = {n}" for key, n in sizes.items())
-        for sizes in (report["shape"], report["error_shape"])
-    )
     software = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if v)
     copied = report["ceilings"]["copy_tb_s"]
     products = ", ".join(
@@ -548,10 +546,41 @@ def _provenance(report: dict, name: str) -> str:
     return (
         f"*Measured* on {report['device']['name']}, {report['date']}, with {software}: "
         f"[{name}]({name}).\n\n```console\n{report['command']}\n```\n\n"
-        f"Times at {shape}; errors at {error_shape}. The device copies {copied:.3g} "
+        f"{_sizes(report)}The device copies {copied:.3g} "
         f"TB/s and multiplies {products}. Times are medians; below them stand the 10th "
         "and the 90th percentile, and the floor."
     )
+
+
+def _sizes(report: dict) -> str:
+    """The shapes of a scan's rows; decoding has none but those of its model."""
+    if "shape" not in report:
+        return ""
+    shape, error_shape = (
+        ", ".join(f"{'C' if key == 'chunk' else key} = {n}" for key, n in sizes.items())
+        for sizes in (report["shape"], report["error_shape"])
+    )
+    return f"Times at {shape}; errors at {error_shape}. "
+
+
+def _decode_tables(report: dict) -> list[str]:
+    """Time of a step by mode and number of sequences, and what a sequence takes."""
+    heads = ["mode", "sequences", "ms a step", "tokens/s", "with sampling, ms"]
+    rows = []
+    for row in report["decode"]:
+        step, floor = row["step_ms"], _short(row["floor_ms"])
+        spread = f"{_short(step['low'])} to {_short(step['high'])}; floor {floor}"
+        cells = [f"`{row['mode']}`,&nbsp;{row['dtype']}", f"{row['batch']}"]
+        cells += [_two_lines(_short(step["median"]), spread)]
+        cells += [f"{row['tokens_per_s']:,.0f}", _short(row["round_ms"]["median"])]
+        rows.append(cells)
+    blocks = ["**A step of decoding**", _table(heads, rows)]
+    for row in report["decode_memory"]:
+        text = f"A sequence in mode `{row['mode']}` takes {row['slot_bytes']:,} bytes."
+        for length, held in row["held_bytes"].items():
+            text += f" After {int(length):,} tokens the device holds {held:,} bytes."
+        blocks.append(text)
+    return blocks
 
 
 def _row_cells(row: dict) -> list[str]:
