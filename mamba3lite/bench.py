@@ -2,6 +2,7 @@
 
     mamba3lite bench
     mamba3lite bench --tune --json docs/benchmarks/NAME.json
+    mamba3lite bench --decode --model pretrain_434m
 
 Every number was measured in the run that prints it, or is derived on the spot from the
 shape and from the ceilings measured first: the copy rate and the matmul rates.
@@ -928,6 +929,18 @@ def write_report(file: Path | None, report: dict[str, Any]) -> str | None:
     return None
 
 
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """The table of all rows, and how the kernel compares."""
+    console.print(table_of(report["rows"]))
+    for ratio in report["ratios"]:
+        kernel = kernel_of(ratio["part"], report["rows"])
+        print(
+            f"{ratio['part']} {ratio['precision']}: {kernel} is "
+            f"{ratio['forward']:.2f} times as fast as {ratio['against']} forward, "
+            f"{ratio['forward_backward']:.2f} times with backward"
+        )
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -968,6 +981,9 @@ def main(
         list[str] | None,
         typer.Option("--set", help="One setting of --model, as for training."),
     ] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Measure decoding of --model instead.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all numbers to this file.")
     ] = None,
@@ -987,32 +1003,35 @@ def main(
         raise typer.BadParameter(f"{json_file.parent} is not a folder")
     if overrides and not model:
         raise typer.BadParameter("--set changes the configuration of --model; name one")
+    if decode and (tune or peers or not model):
+        raise typer.BadParameter("--decode goes with --model, not --tune or --peers")
     parts = check_parts(parts, not no_scan, peers, model)
     if model:
         check_model(model, overrides or [])
-    shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)
-    # The oracle is a loop over time in double precision: a smaller batch for it.
-    few = (
-        {"B": 2, "T": 2048, "H": 4} if on_gpu else {"B": 1, "T": 2 * chunk_size, "H": 2}
-    )
-    checked = replace(shape, **few)
     faults: list[str | None] = []
-    report = run_bench(
-        shape, checked, device, tune=tune, peers=peers, parts=parts, model=model,
-        overrides=overrides, say=Console(stderr=True).print,
-        save=lambda part: faults.append(write_report(json_file, part)),
-    )  # fmt: skip
+    options: dict[str, Callable] = {
+        "say": Console(stderr=True).print,
+        "save": lambda part: faults.append(write_report(json_file, part)),
+    }
     console = Console()
     console.width = max(console.width, 100)
-    if parts:
-        console.print(table_of(report["rows"]))
-    for ratio in report["ratios"]:
-        kernel = kernel_of(ratio["part"], report["rows"])
-        print(
-            f"{ratio['part']} {ratio['precision']}: {kernel} is "
-            f"{ratio['forward']:.2f} times as fast as {ratio['against']} forward, "
-            f"{ratio['forward_backward']:.2f} times with backward"
-        )
+    if decode:
+        from mamba3lite.bench_decode import decode_table, run_decode_bench
+
+        report = run_decode_bench(model, overrides or [], device, **options)
+        console.print(decode_table(report["decode"]))
+    else:
+        shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)
+        # The oracle is a loop over time in double precision: a smaller batch for it.
+        few = {"B": 2, "T": 2048, "H": 4}
+        if not on_gpu:
+            few = {"B": 1, "T": 2 * chunk_size, "H": 2}
+        checked = replace(shape, **few)
+        report = run_bench(
+            shape, checked, device, tune=tune, peers=peers, parts=parts, model=model,
+            overrides=overrides, **options,
+        )  # fmt: skip
+        print_report(report, console)
     if any(faults):
         typer.echo(faults[-1], err=True)
         raise typer.Exit(2)

@@ -164,39 +164,69 @@ def generate(
     checkpoint: Annotated[
         Path, typer.Option(help="A checkpoint, a checkpoints folder or a run folder.")
     ],
-    prompt: Annotated[str, typer.Option(help="Empty: starts a document.")] = "",
+    prompts: Annotated[
+        list[str],
+        typer.Option("--prompt", help="May be given again. Empty: starts a document."),
+    ] = [],  # noqa: B006
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="One prompt a line, after those of --prompt.")
+    ] = None,
+    num_samples: Annotated[
+        int, typer.Option(help="Texts for each prompt; number n of seed + n - 1.")
+    ] = 1,
     max_new_tokens: Annotated[int, typer.Option()] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 50,
     top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 0.95,
     seed: Annotated[int, typer.Option()] = 0,
+    streaming: Annotated[
+        bool, typer.Option("--stream", help="Print each token when it is there.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(help="Texts computed side by side.")] = 64,
+    mode: Annotated[str, typer.Option(help="How a step is computed.")] = "recurrent",
 ) -> None:
-    """Continue a prompt with a trained model."""
+    """Continue prompts with a trained model."""
     from mamba3lite.data import DataError
-    from mamba3lite.generate import OptionError, TextStream, check_options, stream
+    from mamba3lite.generate import (
+        Decoder,
+        LogitsError,
+        OptionError,
+        Sampling,
+        check,
+        check_lengths,
+        texts,
+    )
     from mamba3lite.training.checkpoint import CheckpointError
     from mamba3lite.training.config import ConfigError
 
-    mistakes = OptionError, CheckpointError, ConfigError, DataError
+    mistakes = OptionError, LogitsError, CheckpointError, ConfigError, DataError
     with one_line_errors("generate", *mistakes):
-        check_options(max_new_tokens, temperature, top_k, top_p, seed)
+        Sampling(temperature, top_k, top_p)
+        check("num_samples", num_samples, num_samples >= 1, "at least 1")
+        check("batch_size", batch_size, batch_size >= 1, "at least 1")
+        check_lengths(max_new_tokens, [seed, seed + num_samples - 1])
+        wanted = [bytes_of_argument(text) for text in prompts]
+        wanted += lines_of(prompt_file) if prompt_file else []
+        wanted = wanted or [b""]
         model, tokenizer = load_for_generation(checkpoint, to_stderr)
-        prompt_ids = tokenizer.encode_bytes(bytes_of_argument(prompt))
-        tokens = stream(
-            model,
-            prompt_ids.tolist(),
-            eos_id=tokenizer.eos_id,
+        lanes = 1 if streaming else min(batch_size, len(wanted) * num_samples)
+        found = texts(
+            Decoder(model, lanes, mode),
+            tokenizer,
+            wanted,
+            num_samples=num_samples,
+            seed=seed,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            seed=seed,
         )
-        text = TextStream()
-        typer.echo(text.feed(tokenizer.decode_bytes(prompt_ids)), nl=False)
-        for token in tokens:
-            typer.echo(text.feed(tokenizer.decode_bytes([token])), nl=False)
-        typer.echo(text.close())
+        for number, sample, pieces in found:
+            if len(wanted) * num_samples > 1:
+                typer.echo(f"===== prompt {number}, sample {sample} =====")
+            for piece in pieces if streaming else ["".join(pieces)]:
+                typer.echo(piece, nl=False)
+            typer.echo()
 
 
 @app.command(
@@ -231,6 +261,22 @@ def bytes_of_argument(text: str) -> bytes:
         raise OptionError(
             f"prompt: character {error.start + 1} is a lone surrogate, not text"
         ) from None
+
+
+def lines_of(file: Path) -> list[bytes]:
+    """The prompts in a file, one a line; an empty line is an empty prompt.
+
+    Raises: OptionError for a file without a line, or one that cannot be read.
+    """
+    from mamba3lite.generate import OptionError
+
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise OptionError(f"{file}: {error.strerror}") from None
+    if not lines:
+        raise OptionError(f"{file}: holds no prompt; wants one a line")
+    return lines
 
 
 def load_for_generation(path: Path, log: Callable[[str], None]) -> tuple:

@@ -1806,7 +1806,7 @@ def _start(kernel, grid: tuple, tensors: tuple, sizes: tuple, H: int, **constant
     """
     known = [(z.dtype, z.data_ptr() % 16 == 0) for z in tensors]
     device = tensors[0].get_device()
-    key = (kernel.__name__, H, device, *known, *constants.items())
+    key = (kernel, H, device, *known, *constants.items())
     if found := _COMPILED.get(key):
         compiled, by_position = found
         compiled[grid](*tensors, *sizes, *by_position)

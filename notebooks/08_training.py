@@ -1282,6 +1282,8 @@ assert Path("both.png").read_bytes().startswith(b"\x89PNG")
 #
 # Each of them is a test, in `tests/test_train_step.py`, `tests/test_data.py`,
 # `tests/test_checkpoint.py`, `tests/test_faults.py` or `tests/test_fault_steps.py`.
+#
+# **Next:** [notebook 09](09_decoding.ipynb) lets the model write.
 
 # %%
 os.chdir(home)

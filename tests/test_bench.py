@@ -12,11 +12,13 @@ import types
 
 import pytest
 import torch
-from trainer_cases import write_config
+from test_benchmark_files import report_faults
+from trainer_cases import tiny_model, write_config
 from typer.testing import CliRunner
 
-from mamba3lite import bench
+from mamba3lite import bench, bench_decode
 from mamba3lite.cli import app
+from mamba3lite.generate import MODES
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
 
 CPU = torch.device("cpu")
@@ -46,7 +48,7 @@ def test_help_names_every_option():
     shown = set(re.findall(r"--[a-z-]+", result.stdout))
     sizes = {"--batch", "--time", "--heads", "--head-dim", "--state-dim"}
     more = {"--chunk-size", "--tune", "--peers", "--model", "--set", "--json"}
-    more |= {"--part", "--no-scan"}
+    more |= {"--part", "--no-scan", "--decode"}
     assert shown == sizes | more | {"--help"}
     assert "mamba3lite bench" in result.stdout
 
@@ -67,6 +69,8 @@ def test_help_names_every_option():
         (("--no-scan", "--model", "tiny", "--peers"), "--no-scan measures --model"),
         (("--no-scan", "--model", "tiny", "--part", "scan"), "and no --part"),
         (("--model", "tiny", "--set", "training.lr=x"), 'training.lr: got "x"'),
+        (("--decode",), "--decode goes with --model, not --tune or --peers"),
+        (("--decode", "--model", "tiny", "--tune"), "--decode goes with --model"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_is_measured(
@@ -113,6 +117,42 @@ def test_a_run_on_a_cpu_writes_what_it_measured_and_nothing_else(tmp_path, monke
     assert "times as fast" not in result.stdout
     shown = re.findall(r"(per_chunk|scan|block_fp32) +│ (\w+) +│ ieee", result.stdout)
     assert shown == [(row["part"], row["version"]) for row in report["rows"]]
+
+
+def test_decoding_is_measured_for_every_mode(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/mamba3lite", "bench", "--decode"])
+    monkeypatch.setattr(bench_decode, "BATCHES", (1, 3))
+    monkeypatch.setattr(bench_decode, "LENGTHS", (20, 60))
+    file = tmp_path / "new.json"
+    model = write_config(tmp_path / "model.yaml", tmp_path / "no-data", tmp_path)
+    result = run_command("--decode", "--model", model, "--json", file)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report_faults(report) == []
+    assert "rows" not in report and report["command"] == "mamba3lite bench --decode"
+    found = [(row["mode"], row["batch"]) for row in report["decode"]]
+    assert found == [(mode, batch) for mode in MODES for batch in (1, 3)]
+    for row in report["decode"]:
+        rate = row["batch"] / row["step_ms"]["mean"] * 1e3
+        assert row["tokens_per_s"] == pytest.approx(rate)
+        assert row["round_ms"]["mean"] > 0 and row["floor_ms"] > 0
+    memory = report["decode_memory"][0]
+    assert memory["mode"] == "recurrent"
+    assert memory["slot_bytes"] == 2 * 2 * 8 * 4 * 8  # layers, heads, D, N, complex64
+    assert len(set(memory["held_bytes"].values())) == (1 if HAS_CUDA else 0)
+    shown = re.findall(r"(recurrent|exact) +│ +(\d+)", result.stdout)
+    assert shown == [(mode, str(batch)) for mode, batch in found]
+
+
+def test_the_floor_of_a_step_reads_weights_once_and_states_twice():
+    model = tiny_model()
+    (row,) = bench_decode.step_rows(model, "recurrent", [3], copy_tb_s=2.0)
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert row["floor_ms"] == pytest.approx((weights + 2 * 3 * 1024) / 2e9)
+    untied = tiny_model(weight_tying=False)
+    same = bench_decode.weight_bytes(untied, torch.float32)
+    assert same == bench_decode.weight_bytes(model, torch.float32)
+    assert bench_decode.weight_bytes(model, torch.bfloat16) == same / 2
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def report_faults(report: dict) -> list[str]:
         faults.append(f"command is {command!r}, which starts no benchmark")
     faults += [f"command names a place of one machine: {w}" for w in command.split()
                if w.startswith(("/", "~"))]  # fmt: skip
+    if report.get("decode"):
+        return faults + decode_faults(report)
     if not report.get("rows") and (kind or not report.get("model")):
         return [*faults, "no rows"]
     if kind == "scaling":
@@ -124,6 +126,31 @@ def scaling_faults(report: dict) -> list[str]:
         for n in report["plan"]["gpus"]
         if n not in ran and not any(part.startswith(f"{n} GPU") for part in said)
     ]
+
+
+def decode_faults(report: dict) -> list[str]:
+    """Steps that no device could have had, and memory that grew."""
+    faults = [
+        f"{path} is {value}, not a finite positive number"
+        for section in ("ceilings", "decode", "decode_memory")
+        for path, value in numbers(report.get(section), section)
+        if not (math.isfinite(value) and value > 0)
+    ]
+    for index, row in enumerate(report["decode"]):
+        where = f"decode[{index}]"
+        for name in ("step_ms", "round_ms"):
+            time = row[name]
+            if not time["low"] <= time["median"] <= time["high"]:
+                faults.append(f"{where}.{name}: the median is outside its percentiles")
+        if row["step_ms"]["median"] < row["floor_ms"]:
+            faults.append(f"{where}.step_ms: faster than its floor")
+        rate = row["batch"] / row["step_ms"]["mean"] * 1e3
+        if not math.isclose(row["tokens_per_s"], rate, rel_tol=1e-9):
+            faults.append(f"{where}.tokens_per_s is not batch over mean")
+    for index, row in enumerate(report.get("decode_memory", [])):
+        if len(set(row["held_bytes"].values())) > 1:
+            faults.append(f"decode_memory[{index}].held_bytes grows with the text")
+    return faults
 
 
 def fused_launch_faults(rows: list[dict]) -> list[str]:

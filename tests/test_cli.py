@@ -302,11 +302,11 @@ def test_generate_keeps_the_bytes_of_a_prompt(finished, monkeypatch):
     _, run, _ = finished
     prompts = []
 
-    def fake_stream(model, prompt, **options):
-        prompts.append(bytes(prompt))
-        return iter([0xA9, 65])  # ends the character that the prompt began
+    def fake_stream(decoder, asked, **options):
+        prompts.extend(map(bytes, asked))
+        return iter([[0xA9], [65]])  # ends the character that the prompt began
 
-    monkeypatch.setattr("mamba3lite.generate.stream", fake_stream)
+    monkeypatch.setattr("mamba3lite.generate.Decoder.stream", fake_stream)
     result = invoke("generate", "--checkpoint", run, "--prompt", "é\udcff\udcc3")
     assert result.exit_code == 0, result.output
     assert prompts == [b"\xc3\xa9\xff\xc3"]
@@ -322,11 +322,53 @@ def test_generate_takes_a_prompt_that_is_not_utf_8(finished):
     assert done.stdout.decode().startswith("\ufffd")
 
 
+def test_generate_takes_many_prompts_and_samples(finished, tmp_path):
+    _, run, _ = finished
+    arguments = ["generate", "--checkpoint", run, "--max-new-tokens", 8, "--seed", 4]
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("for é\r\n\nx\xff".encode("latin-1"))
+    many = ["--prompt", "def", "--prompt-file", file, "--num-samples", 2]
+    result = invoke(*arguments, *many)
+    assert result.exit_code == 0, result.output
+    expected = ""
+    for number, prompt in enumerate(("def", "for \udce9", "", "x\udcff"), 1):
+        for sample in (1, 2):
+            alone = invoke(*arguments[:-1], 3 + sample, "--prompt", prompt)
+            title = f"===== prompt {number}, sample {sample} =====\n"
+            expected += title + alone.stdout
+    assert result.stdout == expected
+    for more in (["--stream"], ["--batch-size", 3]):
+        assert invoke(*arguments, *many, *more).stdout == expected
+
+
+def test_generate_streams_token_by_token(finished, monkeypatch):
+    _, run, _ = finished
+    printed, taken = [], []
+
+    def tokens_one_by_one(decoder, prompts, **options):
+        for token in b"ab":
+            taken.append(len(printed))
+            yield [token]
+
+    monkeypatch.setattr("mamba3lite.generate.Decoder.stream", tokens_one_by_one)
+    monkeypatch.setattr("typer.echo", lambda text="", **_: printed.append(text))
+    assert invoke("generate", "--checkpoint", run, "--stream").exit_code == 0
+    assert printed == ["", "a", "b", "", ""] and taken == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--prompt", "a\ud800"], "prompt: character 2 is a lone surrogate, not text"),
         (["--checkpoint", __file__], f"{__file__}: is a file, wants a folder\n"),
+        (["--prompt-file", "/nowhere"], "/nowhere: No such file or directory\n"),
+        (
+            ["--prompt-file", "/dev/null"],
+            "/dev/null: holds no prompt; wants one a line\n",
+        ),
+        (["--mode", "fast"], "mode: got fast, should be recurrent"),
+        (["--num-samples", "0"], "num_samples: got 0, should be at least 1\n"),
+        (["--batch-size", "0"], "batch_size: got 0, should be at least 1\n"),
         (["--top-p", "2"], "top_p: got 2.0, should be above 0 and at most 1\n"),
         (["--checkpoint", "/nowhere"], "/nowhere: no such folder\n"),
         (["--checkpoint", "/"], "/: no checkpoint here; wants a step_... folder, "),

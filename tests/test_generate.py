@@ -1,63 +1,100 @@
-"""Generation: the recurrent step against full forward passes, sampling, UTF-8."""
+"""Generation: against full forward passes, sampling, many sequences, UTF-8."""
+
+import math
 
 import pytest
 import torch
 from trainer_cases import tiny_model
 
 from mamba3lite.data.tokenizers import ByteTokenizer
-from mamba3lite.generate import OptionError, TextStream, choose, generate, stream
+from mamba3lite.generate import (
+    GROUP,
+    Chances,
+    Decoder,
+    LogitsError,
+    OptionError,
+    Sampling,
+    TextStream,
+    generate,
+    largest,
+    sample,
+    stream,
+    texts,
+)
 
 EOS = ByteTokenizer.eos_id
 CHUNK = 16
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def by_forward_passes(model, prompt, **options):
+    return list(stream(model, prompt, **options))
 
 
-@pytest.mark.parametrize("length", [1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
-def test_greedy_equals_the_argmax_of_full_forward_passes(length):
-    model = tiny_model(seed=length).eval()
-    prompt = torch.randint(0, 256, (length,), generator=seeded(length)).tolist()
-    expected = list(prompt)
-    for _ in range(2 * CHUNK + 1):
+both_ways = pytest.mark.parametrize("run", [generate, by_forward_passes])
+
+
+def random_prompt(length: int) -> list[int]:
+    g = torch.Generator().manual_seed(length)
+    return torch.randint(0, 256, (length,), generator=g).tolist()
+
+
+def expected_greedy(model, prompt: list[int], steps: int) -> list[int]:
+    """The likeliest continuation, one full forward pass a token."""
+    tokens = list(prompt)
+    for _ in range(steps):
         with torch.no_grad():
-            logits = model(torch.tensor([expected]))[0, -1]
+            logits = model(torch.tensor([tokens]))[0, -1]
         best = logits.topk(2).values
         assert best[0] - best[1] > 1e-5, "a tie would make this test say nothing"
         if int(logits.argmax()) == EOS:
             break
-        expected.append(int(logits.argmax()))
-    got = generate(
-        model, prompt, eos_id=EOS, max_new_tokens=len(expected) - length, temperature=0
-    )
-    assert got == expected[length:] and got
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
 
 
-def test_an_empty_prompt_starts_from_eos():
+@both_ways
+@pytest.mark.parametrize("length", [1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
+def test_greedy_equals_the_argmax_of_full_forward_passes(run, length):
+    model = tiny_model(seed=length).eval()
+    prompt = random_prompt(length)
+    expected = expected_greedy(model, prompt, 2 * CHUNK + 1)
+    greedy = {"max_new_tokens": len(expected), "temperature": 0}
+    assert run(model, prompt, eos_id=EOS, **greedy) == expected and expected
+
+
+@both_ways
+def test_an_empty_prompt_starts_from_eos(run):
     model = tiny_model()
     options = {"eos_id": EOS, "max_new_tokens": 20, "seed": 3}
-    assert generate(model, [], **options) == generate(model, [EOS], **options)
+    assert run(model, [], **options) == run(model, [EOS], **options)
 
 
-def test_it_stops_at_eos_and_does_not_return_it():
+@both_ways
+def test_it_stops_at_eos_and_does_not_return_it(run):
     model = tiny_model()
     greedy = {"max_new_tokens": 30, "temperature": 0}
-    tokens = generate(model, [65], eos_id=EOS, **greedy)
+    tokens = run(model, [65], eos_id=EOS, **greedy)
     stop = tokens[10]
-    cut = generate(model, [65], eos_id=stop, **greedy)
+    cut = run(model, [65], eos_id=stop, **greedy)
     assert cut == tokens[: tokens.index(stop)]
 
 
-def test_a_seed_decides_and_other_random_numbers_do_not():
+@both_ways
+def test_a_seed_decides_and_other_random_numbers_do_not(run):
     model = tiny_model()
     options = {"eos_id": EOS, "max_new_tokens": 20, "temperature": 1.5, "top_p": 1}
-    first = generate(model, [65], seed=1, **options)
+    first = run(model, [65], seed=1, **options)
     torch.rand(100)
     state = torch.get_rng_state()
-    assert generate(model, [65], seed=1, **options) == first
-    assert generate(model, [65], seed=2, **options) != first
+    assert run(model, [65], seed=1, **options) == first
+    assert run(model, [65], seed=2, **options) != first
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_both_ways_choose_alike():
+    model, options = tiny_model(), {"eos_id": EOS, "max_new_tokens": 40, "seed": 4}
+    got = generate(model, [65, 66], **options)
+    assert got == by_forward_passes(model, [65, 66], **options) and got
 
 
 def test_a_stop_request_ends_it_between_tokens():
@@ -66,62 +103,225 @@ def test_a_stop_request_ends_it_between_tokens():
     assert len(list(tokens)) == 4
 
 
-def test_training_mode_comes_back():
+@both_ways
+def test_training_mode_comes_back(run):
     model = tiny_model().train()
-    generate(model, [65], eos_id=EOS, max_new_tokens=2)
+    run(model, [65], eos_id=EOS, max_new_tokens=2)
     assert model.training
 
 
+@both_ways
+def test_a_model_that_diverged_is_one_line(run):
+    model = tiny_model()
+    with torch.no_grad():
+        model.norm_f.weight[3] = math.nan
+    with pytest.raises(LogitsError, match=r"^the model's logits are not finite:"):
+        run(model, [65], eos_id=EOS)
+
+
 # --------------------------------------------------------------------------------------
-# Choosing one token
+# Many sequences
+
+PROMPTS = [random_prompt(length) for length in (0, 1, CHUNK + 3, 5, 2 * CHUNK)]
+SEEDS = [3, 1, 4, 1, 5]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 5, 8])
+def test_a_text_does_not_depend_on_its_neighbors(lanes):
+    model, options = tiny_model(), {"eos_id": EOS, "max_new_tokens": 2 * CHUNK}
+    alone = [
+        generate(model, prompt, seed=seed, **options)
+        for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+    ]
+    assert len({tuple(tokens) for tokens in alone}) == 5
+    decoder = Decoder(model, lanes)
+    for _ in range(2):  # what the first call left behind must not matter
+        assert decoder.generate(PROMPTS, seeds=SEEDS, **options) == alone
+
+
+def test_each_sequence_ends_at_its_own_eos():
+    model, options = tiny_model(), {"max_new_tokens": 24, "temperature": 0.5}
+    whole = Decoder(model, 5).generate(PROMPTS, seeds=SEEDS, eos_id=EOS, **options)
+    stop = whole[2][6]
+    got = Decoder(model, 5).generate(
+        PROMPTS[1:], seeds=SEEDS[1:], eos_id=stop, **options
+    )
+    for tokens, cut in zip(whole[1:], got, strict=True):
+        assert cut == (tokens[: tokens.index(stop)] if stop in tokens else tokens)
+    assert len({len(cut) for cut in got}) > 1, "they end at different times"
+
+
+def test_a_prompt_read_in_pieces_is_the_same_prompt(monkeypatch):
+    model, options = tiny_model(), {"eos_id": EOS, "max_new_tokens": CHUNK}
+    whole = Decoder(model, 5).generate(PROMPTS, seeds=SEEDS, **options)
+    monkeypatch.setattr(Decoder, "prefill_tokens", 20)  # cut to one chunk of 16
+    assert Decoder(model, 5).generate(PROMPTS, seeds=SEEDS, **options) == whole
+
+
+def test_a_longer_run_begins_with_the_shorter_one(monkeypatch):
+    monkeypatch.setattr(Chances, "at_once", 8)
+    model, options = tiny_model(), {"eos_id": EOS, "temperature": 2.0, "top_k": 0}
+    short = generate(model, [65], max_new_tokens=21, **options)
+    monkeypatch.setattr(Chances, "at_once", 5)
+    assert generate(model, [65], max_new_tokens=40, **options)[:21] == short
+    assert len(set(short)) > 15, "a repeated random number would repeat tokens"
+
+
+def test_memory_does_not_grow_with_the_length():
+    model, slots = tiny_model(), torch.zeros(1, dtype=torch.int32)
+    decoder = Decoder(model, 1)
+    sizes = set()
+    for length in (10, 200):
+        generated = decoder.stream(
+            [[65] * length], seeds=[0], eos_id=EOS, max_new_tokens=length
+        )
+        for _ in generated:
+            held = [t for t in vars(decoder._cache).values() if torch.is_tensor(t)]
+            sizes.add(sum(t.untyped_storage().nbytes() for t in held))
+    assert len(sizes) == 1 and slots.numel() == 1
+
+
+def test_texts_number_prompts_and_samples():
+    model, tokenizer = tiny_model(), ByteTokenizer()
+    options = {"max_new_tokens": 12, "num_samples": 2, "seed": 7}
+    found = {}
+    for lanes in (1, 3, 4):
+        rows = texts(Decoder(model, lanes), tokenizer, [b"def", b"\xc3\xa9"], **options)
+        found[lanes] = [(p, s, "".join(pieces)) for p, s, pieces in rows]
+    assert found[1] == found[3] == found[4]
+    assert [row[:2] for row in found[1]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    alone = generate(model, b"def", eos_id=EOS, seed=8, max_new_tokens=12)
+    assert found[1][1][2] == "def" + tokenizer.decode(alone)
+    assert found[1][2][2].startswith("é")
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda m: Decoder(m, 0), "lanes: got 0, should be at least 1"),
+        (lambda m: Decoder(m, 1, "fast"), "mode: got fast, should be recurrent"),
+        (
+            lambda m: next(Decoder(m, 2).stream([[1]] * 3, eos_id=EOS, seeds=[0] * 3)),
+            "prompts: got 3, should be 1 to 2",
+        ),
+        (
+            lambda m: next(Decoder(m, 2).stream([[1]], eos_id=EOS, seeds=[0, 1])),
+            "seeds: got 2, should be 1, one a prompt",
+        ),
+    ],
+)
+def test_what_a_decoder_refuses(call, line):
+    with pytest.raises(OptionError) as error:
+        call(tiny_model())
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize("bad", [-1, 257])
+def test_an_unknown_token_is_named(bad):
+    with pytest.raises(ValueError, match=rf"^prompt 2 holds the id {bad}; wanted 0 to"):
+        Decoder(tiny_model(), 2).generate([[1], [2, bad]], eos_id=EOS, seeds=[0, 0])
+
+
+# --------------------------------------------------------------------------------------
+# Choosing tokens
 
 LOGITS = torch.tensor([0.4, 0.1, 0.3, 0.2]).log()
+DRAWS = 3000
 
 
-def frequencies(draws: int = 1500, **options) -> torch.Tensor:
-    generator = seeded()
-    counts = torch.zeros(len(LOGITS))
-    for _ in range(draws):
-        counts[choose(LOGITS, generator=generator, **options)] += 1
-    return counts / draws
+def frequencies(logits=LOGITS, **options) -> torch.Tensor:
+    """How often each token is chosen when chances are spread evenly over [0, 1)."""
+    chances = (torch.arange(DRAWS, dtype=torch.float64) + 0.5) / DRAWS
+    options = {"temperature": 1, "top_k": 0, "top_p": 1} | options
+    tokens = sample(logits.expand(DRAWS, -1), chances, Sampling(**options))
+    return torch.bincount(tokens, minlength=len(logits)) / DRAWS
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"temperature": 1, "top_k": 0, "top_p": 1}, [0.4, 0.1, 0.3, 0.2]),
-        ({"temperature": 1, "top_k": 2, "top_p": 1}, [4 / 7, 0, 3 / 7, 0]),
-        ({"temperature": 1, "top_k": 0, "top_p": 0.65}, [4 / 7, 0, 3 / 7, 0]),
-        ({"temperature": 1, "top_k": 0, "top_p": 0.75}, [4 / 9, 0, 3 / 9, 2 / 9]),
-        ({"temperature": 0.5, "top_k": 0, "top_p": 1}, [16 / 30, 1 / 30, 0.3, 4 / 30]),
-        ({"temperature": 1, "top_k": 2, "top_p": 0.5}, [1, 0, 0, 0]),
-        ({"temperature": 0, "top_k": 0, "top_p": 1}, [1, 0, 0, 0]),
+        ({}, [0.4, 0.1, 0.3, 0.2]),
+        ({"top_k": 2}, [4 / 7, 0, 3 / 7, 0]),
+        ({"top_p": 0.65}, [4 / 7, 0, 3 / 7, 0]),
+        ({"top_p": 0.75}, [4 / 9, 0, 3 / 9, 2 / 9]),
+        ({"temperature": 0.5}, [16 / 30, 1 / 30, 0.3, 4 / 30]),
+        ({"top_k": 2, "top_p": 0.5}, [1, 0, 0, 0]),
+        ({"temperature": 0}, [1, 0, 0, 0]),
+        ({"top_k": 99}, [0.4, 0.1, 0.3, 0.2]),
+        ({"temperature": 1e300}, [0.25, 0.25, 0.25, 0.25]),
+        ({"temperature": 1e-30}, [1, 0, 0, 0]),
+        ({"temperature": 1e-320}, [1, 0, 0, 0]),
     ],
 )
 def test_probabilities_by_hand(options, expected):
-    # Standard deviation of a frequency is at most 0.5 / sqrt(1500) = 0.013.
-    got = frequencies(**options)
-    assert torch.allclose(got, torch.tensor(expected).float(), atol=0.05)
-    assert ((got > 0) == (torch.tensor(expected) > 0)).all()
+    got, expected = frequencies(**options), torch.tensor(expected).float()
+    assert torch.allclose(got, expected, atol=1.5 / DRAWS)
+    assert ((got > 0) == (expected > 0)).all()
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-320])
-def test_a_tiny_temperature_takes_the_likeliest(temperature):
-    assert choose(LOGITS, temperature, 0, 1.0, seeded()) == 0
+@pytest.mark.parametrize(
+    ("logits", "top_k", "kept"),
+    [
+        ([1.0, 2, 2, 2], 2, [1, 2]),
+        ([0.0, -0.0, 0.0, -1], 2, [0, 1]),
+        ([-1.0, -3, -2, -2], 2, [0, 2]),
+        ([-2.0, -2, 5, -2], 3, [0, 1, 2]),
+    ],
+)
+def test_equal_logits_are_ordered_by_id(logits, top_k, kept):
+    got = frequencies(torch.tensor(logits), temperature=1e6, top_k=top_k)
+    assert got.nonzero().flatten().tolist() == kept
 
 
-def test_a_huge_temperature_makes_all_alike():
-    got = frequencies(temperature=1e300, top_k=0, top_p=1)
-    assert torch.allclose(got, torch.full((4,), 0.25), atol=0.05)
+@pytest.mark.parametrize("kind", ["distinct", "few values", "infinite"])
+@pytest.mark.parametrize("k", [1, 7, 20])
+def test_the_largest_of_many_logits_are_those_of_a_whole_sort(kind, k):
+    g = torch.Generator().manual_seed(k)
+    logits = torch.randn(3, 2 * 20 * GROUP + 9, generator=g)
+    if kind == "few values":
+        logits = torch.randint(3, logits.shape, generator=g).float()
+    elif kind == "infinite":
+        logits[torch.rand(logits.shape, generator=g) < 0.999] = -math.inf
+    ordered, ids = largest(logits, k)
+    for row in range(3):
+        by_hand = sorted(range(logits.shape[1]), key=lambda i: (-logits[row, i], i))
+        assert ids[row].tolist() == by_hand[:k]
+        assert torch.equal(ordered[row], logits[row, ids[row]])
 
 
-def test_large_logits_do_not_overflow():
-    logits = torch.tensor([1e4, 2e4, -1e4])
-    assert choose(logits, 0.01, 0, 1.0, seeded()) == 1
+def test_greedy_takes_the_first_of_equal_logits():
+    assert sample(torch.zeros(1, 9), torch.rand(1), Sampling(temperature=0)) == 0
 
 
-def test_top_k_beyond_the_vocabulary_keeps_all():
-    assert 0 <= choose(LOGITS, 1.0, 99, 1.0, seeded()) < 4
+def test_chances_at_both_ends_stay_inside():
+    ends = torch.tensor([0.0, math.nextafter(1.0, 0.0)], dtype=torch.float64)
+    for options in ({}, {"top_p": 0.65}, {"top_k": 3}):
+        tokens = sample(LOGITS.expand(2, -1), ends, Sampling(1.0, 0, 1.0))
+        tokens = sample(LOGITS.expand(2, -1), ends, Sampling(1.0, **options))
+        chosen = frequencies(**options)
+        assert tokens[0] == 0 and (chosen[tokens] > 0).all()
+
+
+def test_rows_are_chosen_one_by_one():
+    logits, chances = torch.randn(6, 40), torch.rand(6, dtype=torch.float64)
+    together = sample(logits, chances, Sampling())
+    for row in range(6):
+        assert sample(logits[[row]], chances[[row]], Sampling()) == together[row]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+def test_large_logits_do_not_overflow(temperature):
+    logits = torch.tensor([[1e4, 2e4, -1e4]])
+    assert sample(logits, torch.zeros(1), Sampling(temperature, 0, 1.0)) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_marked(bad, temperature):
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = bad
+    tokens = sample(logits, torch.zeros(2), Sampling(temperature))
+    assert tokens.tolist() == [0, -1]
 
 
 @pytest.mark.parametrize(
@@ -136,9 +336,10 @@ def test_top_k_beyond_the_vocabulary_keeps_all():
         ("seed", -1, "seed: got -1, should be between 0 and 2**63 - 1"),
     ],
 )
-def test_an_option_outside_its_range_is_one_line(option, value, line):
+@both_ways
+def test_an_option_outside_its_range_is_one_line(run, option, value, line):
     with pytest.raises(OptionError) as error:
-        generate(tiny_model(), [65], eos_id=EOS, **{option: value})
+        run(tiny_model(), [65], eos_id=EOS, **{option: value})
     assert str(error.value) == line
 
 

@@ -509,6 +509,8 @@ def benchmark_markdown(report: dict, name: str) -> str:
     if report.get("kind") == "scaling":
         return scaling_markdown(report, name)
     blocks = [_provenance(report, name)]
+    if report.get("decode"):
+        return "\n\n".join([*blocks, *_decode_tables(report)])
     heads = ["version", "forward, ms", "with backward, ms", "peak, MB", "largest error"]
     for part, title in PARTS.items():
         rows = [_row_cells(row) for row in report["rows"] if row["part"] == part]
@@ -537,25 +539,29 @@ def benchmark_markdown(report: dict, name: str) -> str:
 
 
 def _provenance(report: dict, name: str) -> str:
-    shape, error_shape = (
-        ", ".join(f"{'C' if key == 'chunk' else key} = {n}" for key, n in sizes.items())
-        for sizes in (report["shape"], report["error_shape"])
-    )
     copied = report["ceilings"]["copy_tb_s"]
     products = ", ".join(
         f"{rate:.3g} TFLOP/s in {kind.removesuffix('_tflop_s')}"
         for kind, rate in report["ceilings"].items()
         if kind.endswith("_tflop_s")
     )
-    scan = (
-        f"Times at {shape}; errors at {error_shape}. Times are medians; below them "
-        "stand the 10th and the 90th percentile, and the floor. "
-    )
     return (
         f"{_origin(report, name, report['device']['name'])}\n\n"
-        f"{scan if report['rows'] else ''}The device copies {copied:.3g} TB/s and "
-        f"multiplies {products}."
+        f"{_sizes(report)}The device copies {copied:.3g} TB/s and multiplies {products}. "
+        "Times are medians; below them stand the 10th and the 90th percentile, and the "
+        "floor."
     )
+
+
+def _sizes(report: dict) -> str:
+    """The shapes of a scan's rows; steps of a model have none but its own."""
+    if not report.get("rows"):
+        return ""
+    shape, error_shape = (
+        ", ".join(f"{'C' if key == 'chunk' else key} = {n}" for key, n in sizes.items())
+        for sizes in (report["shape"], report["error_shape"])
+    )
+    return f"Times at {shape}; errors at {error_shape}. "
 
 
 def _origin(report: dict, name: str, device: str) -> str:
@@ -565,6 +571,26 @@ def _origin(report: dict, name: str, device: str) -> str:
         f"*Measured* on {device}, {report['date']}, with {software}: "
         f"[{name}]({name}).\n\n```console\n{report['command']}\n```"
     )
+
+
+def _decode_tables(report: dict) -> list[str]:
+    """Time of a step by mode and number of sequences, and what a sequence takes."""
+    heads = ["mode", "sequences", "ms a step", "tokens/s", "with sampling, ms"]
+    rows = []
+    for row in report["decode"]:
+        step, floor = row["step_ms"], _short(row["floor_ms"])
+        spread = f"{_short(step['low'])} to {_short(step['high'])}; floor {floor}"
+        cells = [f"`{row['mode']}`,&nbsp;{row['dtype']}", f"{row['batch']}"]
+        cells += [_two_lines(_short(step["median"]), spread)]
+        cells += [f"{row['tokens_per_s']:,.0f}", _short(row["round_ms"]["median"])]
+        rows.append(cells)
+    blocks = ["**A step of decoding**", _table(heads, rows)]
+    for row in report["decode_memory"]:
+        text = f"A sequence in mode `{row['mode']}` takes {row['slot_bytes']:,} bytes."
+        for length, held in row["held_bytes"].items():
+            text += f" After {int(length):,} tokens the device holds {held:,} bytes."
+        blocks.append(text)
+    return blocks
 
 
 def _row_cells(row: dict) -> list[str]:

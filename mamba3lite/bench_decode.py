@@ -1,0 +1,179 @@
+"""Measure decoding on this machine: time of a step, its floor, and memory.
+
+mamba3lite bench --decode --model pretrain_434m --json docs/benchmarks/NAME.json
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from mamba3lite.bench import (
+    FORMAT,
+    captured,
+    ceilings,
+    command_line,
+    measure,
+    synchronize,
+    this_machine,
+    versions,
+)
+from mamba3lite.generate import MODES, Chances, Sampling, sample
+from mamba3lite.models.transformer import Mamba3Transformer
+from mamba3lite.training.config import load_config
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+# Tokens after which the memory of a sequence is read, the same to the byte.
+LENGTHS = (1_000, 100_000)
+
+
+def run_decode_bench(
+    config: str,
+    overrides: list[str],
+    device: torch.device,
+    *,
+    say: Callable = print,
+    save: Callable[[dict], None] = lambda report: None,
+) -> dict[str, Any]:
+    """Measure every mode of decoding for a model with random weights.
+
+    Args: save: called with what is there after each row.
+    """
+    ceiling = ceilings(device)
+    torch.manual_seed(0)
+    fields = load_config(config, overrides).model_fields_of_run()
+    with device:
+        model = Mamba3Transformer(fields).eval()
+    report: dict[str, Any] = {
+        "format": FORMAT,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command_line(),
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("TRITON_PER_CHUNK_")
+        },
+        "device": this_machine(device),
+        "versions": versions(),
+        "ceilings": ceiling,
+        "decode": [],
+        "decode_memory": [],
+    }
+    for mode in MODES:
+        for row in step_rows(model, mode, BATCHES, ceiling["copy_tb_s"]):
+            report["decode"].append(row)
+            say(f"{config}: {row}")
+            save(report)
+        report["decode_memory"].append(memory_row(model, mode, LENGTHS))
+        say(f"{config}: {report['decode_memory'][-1]}")
+        save(report)
+    return report
+
+
+class Steps:
+    """Steps of one mode for so many sequences, each of them at the same token.
+
+    Args: choose: whether a step also samples the next tokens, as `mamba3lite generate`
+    does by default.
+    """
+
+    def __init__(self, model: nn.Module, mode: str, batch: int, choose: bool) -> None:
+        cache_of, _, self.step = MODES[mode]
+        device = model.lm_head.weight.device
+        self.model, self.cache = model, cache_of(model, batch)
+        self.slots = torch.arange(batch, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.chances = Chances(batch, device) if choose else None
+
+    @torch.inference_mode()
+    def __call__(self) -> Tensor:
+        logits = self.step(self.model, self.tokens, self.cache, self.slots)
+        if self.chances is None:
+            chosen = logits.argmax(-1)
+        else:
+            self.chances.at.zero_()
+            chosen = sample(logits, self.chances.take(), Sampling())
+        return self.tokens.copy_(chosen)
+
+
+def step_rows(
+    model: nn.Module, mode: str, batches: Sequence[int], copy_tb_s: float
+) -> Iterator[dict]:
+    """Time of a step for each number of sequences; on a GPU the replay of a graph."""
+    device = model.lm_head.weight.device
+    for batch in batches:
+        row: dict[str, Any] = {"mode": mode, "batch": batch}
+        for name, choose in (("step_ms", False), ("round_ms", True)):
+            steps = Steps(model, mode, batch, choose)
+            replay = captured(steps) if device.type == "cuda" else steps
+            row[name] = measure(replay, device)
+            row[name]["mean"] = mean_ms(replay, device)
+        moved = weight_bytes(model, steps.cache.dtype)
+        moved += 2 * batch * steps.cache.nbytes_per_slot
+        row["floor_ms"] = moved / copy_tb_s / 1e9
+        row["tokens_per_s"] = batch / row["step_ms"]["mean"] * 1e3
+        row["dtype"] = str(steps.cache.dtype).removeprefix("torch.")
+        yield row
+
+
+def mean_ms(run: Callable[[], Any], device: torch.device, least: int = 64) -> float:
+    """Milliseconds of one of many runs without a pause between them."""
+    start = time.perf_counter()
+    runs = 0
+    while runs < least or time.perf_counter() - start < 0.2:
+        run()
+        runs += 1
+        if runs % least == 0:
+            synchronize(device)
+    synchronize(device)
+    return (time.perf_counter() - start) / runs * 1e3
+
+
+def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """What a step reads of the weights: all but an embedding that is not the head."""
+    count = sum(p.numel() for p in model.parameters())
+    if not model.cfg.weight_tying:
+        count -= model.embed.weight.numel()
+    return count * dtype.itemsize
+
+
+def memory_row(model: nn.Module, mode: str, lengths: Sequence[int]) -> dict:
+    """Bytes of one sequence, and what the device holds after texts of some lengths.
+
+    A CPU has no count of what is held; there the row says what a slot takes.
+    """
+    steps = Steps(model, mode, 1, choose=False)
+    row = {"mode": mode, "slot_bytes": steps.cache.nbytes_per_slot, "held_bytes": {}}
+    if steps.tokens.is_cuda:
+        replay, done = captured(steps), 0
+        for length in lengths:
+            for _ in range(length - done):
+                replay()
+            torch.cuda.synchronize()
+            done = length
+            row["held_bytes"][str(length)] = torch.cuda.memory_allocated()
+    return row
+
+
+def decode_table(rows: list[dict]) -> Table:
+    """The rows as the reader sees them last."""
+    table = Table(title="decoding; ms are medians, floor = share of the floor reached")
+    heads = ("mode", "batch", "step, ms", "floor", "tokens/s", "with sampling, ms")
+    for head in heads:
+        table.add_column(head, justify="left" if head == "mode" else "right")
+    for row in rows:
+        step = row["step_ms"]["median"]
+        table.add_row(
+            row["mode"],
+            f"{row['batch']}",
+            f"{step:.3f}",
+            f"{row['floor_ms'] / step:.0%}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['round_ms']['median']:.3f}",
+        )
+    return table
