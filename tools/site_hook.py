@@ -547,9 +547,9 @@ def _provenance(report: dict, name: str) -> str:
     )
     return (
         f"{_origin(report, name, report['device']['name'])}\n\n"
-        f"{_sizes(report)}The device copies {copied:.3g} TB/s and multiplies {products}. "
-        "Times are medians; below them stand the 10th and the 90th percentile, and the "
-        "floor."
+        f"{_sizes(report)}The device copies {copied:.3g} TB/s and multiplies "
+        f"{products}. Times are medians; below them stand the 10th and the 90th "
+        "percentile, and the floor."
     )
 
 
