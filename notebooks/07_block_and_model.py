@@ -224,6 +224,8 @@ class MIMO(nn.Module):
         n_heads: number of heads H.
         head_dim: channels per head D.
 
+    `forward` takes, after y, what multiplies it by the weight, as `F.linear` does.
+
     Shapes: (B, T, H, D) -> (B, T, H, D), in the dtype of the weight.
 
     Source: notebook 07, "A mixer across heads".
@@ -234,8 +236,10 @@ class MIMO(nn.Module):
         self.weight = nn.Parameter(torch.eye(n_heads * head_dim))
         self.weight._identity_init = True  # the model's initializer leaves it alone
 
-    def forward(self, y: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
-        return F.linear(y.flatten(-2), self.weight).view_as(y)
+    def forward(
+        self, y: Float[Tensor, "B T H D"], product=F.linear
+    ) -> Float[Tensor, "B T H D"]:
+        return product(y.flatten(-2), self.weight).view_as(y)
 
 
 # %%
@@ -370,9 +374,10 @@ class ModelConfig:
             self._check(field.name, type(field.default), getattr(self, field.name))
         if self.state_dim % 2:
             raise ValueError(f"state_dim is {self.state_dim}; it must be even")
-        if self.batch_invariant:
+        if self.batch_invariant and self.ssd_dispatch == "triton":
             raise ValueError(
-                "batch_invariant is True; this version of mamba3lite allows False only"
+                "batch_invariant is True; it goes with ssd_dispatch 'pytorch' or "
+                "'fused', not 'triton'"
             )
 
     def _check(self, name: str, kind: type, value: object) -> None:
@@ -649,8 +654,9 @@ plt.show()
 #
 # The class has four parts. `__init__` makes the boxes of the diagram. `forward` decides
 # whether to keep the activations or compute them again. `_forward_impl` is the two
-# lines of the formula. `_ssd_with_dispatch` is the only place that slices the
-# projection and the only one that chooses an implementation of the scan.
+# lines of the formula, with `_project` before the scan and `_finish` behind it.
+# `_ssd_with_dispatch` is the only place that slices the projection and the only one
+# that chooses an implementation of the scan.
 
 
 # %% tags=["export:mamba_block"]
@@ -678,6 +684,16 @@ def _unavailable(
     except (ImportError, KernelUnavailable) as error:
         return str(error)
     return None
+
+
+def _norm(u: Float[Tensor, "B T d"], norm: nn.RMSNorm) -> Float[Tensor, "B T d"]:
+    return norm(u)
+
+
+def _swiglu(both: Float[Tensor, "B T two_f"]) -> Float[Tensor, "B T f"]:
+    """silu(gate) up, for both side by side."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Mamba3Block(nn.Module):
@@ -730,18 +746,44 @@ class Mamba3Block(nn.Module):
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
         y, final_states = self._ssd_with_dispatch(
-            self.in_proj(self.norm_ssd(u)),
+            self._project(u),
             reset,
             initial_states=initial_states,
             return_final_states=True,
         )
+        u = self._finish(u, y)
+        return (u, final_states) if return_final_states else u
+
+    def _project(self, u):
+        """The streams of the scan."""
+        norm, product, _ = self._operations(u.device)
+        return product(norm(u, self.norm_ssd), self.in_proj.weight)
+
+    def _finish(self, u, y):
+        """Add both branches, the first from the output of the scan."""
+        norm, product, swiglu = self._operations(u.device)
         if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
             y = y.to(self.mimo.weight.dtype)
-        mixed = self.mimo(y)
-        u = u + self.out_proj(mixed.flatten(-2))
-        gate, up = self.ffn_gate_up(self.norm_ffn(u)).chunk(2, dim=-1)
-        u = u + self.ffn_down(F.silu(gate) * up)
-        return (u, final_states) if return_final_states else u
+        mixed = self.mimo(y, product)
+        u = u + product(mixed.flatten(-2), self.out_proj.weight)
+        both = product(norm(u, self.norm_ffn), self.ffn_gate_up.weight)
+        return u + product(swiglu(both), self.ffn_down.weight)
+
+    def _operations(self, device: torch.device):
+        """RMSNorm, product and SwiGLU: PyTorch's, or those of single rows."""
+        if self.by_rows(device):
+            from mamba3lite.models import batch_invariant  # it imports triton
+
+            return (
+                batch_invariant.norm, batch_invariant.linear, batch_invariant.swiglu
+            )  # fmt: skip
+        return _norm, F.linear, _swiglu
+
+    def by_rows(self, device: torch.device) -> bool:
+        """Whether kernels compute each row by itself; see `batch_invariant`."""
+        # The dispatch by name too: a compiled graph checks it, and not what it led to.
+        wanted = self.cfg.batch_invariant and self.cfg.ssd_dispatch == "fused"
+        return wanted and self._usable_dispatch(device) == "fused"
 
     def _ssd_with_dispatch(
         self,
@@ -781,13 +823,12 @@ class Mamba3Block(nn.Module):
         """The scan of one dispatch; "fused" reads the projection as it lies."""
         cfg = self.cfg
         if dispatch == "fused":
-            from mamba3lite.models.ssd_fused import ssd_fused  # it imports triton
+            from mamba3lite.models import batch_invariant, ssd_fused  # triton
 
+            scan = batch_invariant.scan if cfg.batch_invariant else ssd_fused.ssd_fused
             sizes = {"n_heads": cfg.n_heads, "head_dim": cfg.head_dim}
             sizes |= {"state_dim": cfg.state_dim, "chunk_size": cfg.chunk_size}
-            return ssd_fused(
-                proj, self.A, **sizes, precision=cfg.ssd_precision, **options
-            )
+            return scan(proj, self.A, **sizes, precision=cfg.ssd_precision, **options)
         # torch.complex refuses bf16, and the state is kept in float32 in any case.
         x, B_re, B_im, C_re, C_im, dt = proj.float().split(self._columns, dim=-1)
         heads = (cfg.n_heads, -1)
@@ -980,6 +1021,30 @@ assert all(torch.equal(out, block(u)) for out in outputs)
 assert str(heard[0].message).startswith("layer 3: ssd_dispatch='triton' unavailable")
 
 # %% [markdown]
+# ### Results that do not depend on the batch
+# Ask the model about one sequence, then about the same one among others. The bits of
+# the answer may differ: a matrix library picks its kernel by shape. `batch_invariant`
+# rules that out. `_operations` then hands out products and norms that compute each row
+# by itself, where there are kernels for that ([notebook 09](09_decoding.ipynb) writes
+# them); elsewhere the model takes one sequence and one window of `chunk_size` tokens
+# at a time, so that every operation always has the same shape. It is the same model:
+
+# %%
+from mamba3lite.models.transformer import Mamba3Transformer as Packaged
+
+wide = {**vars(tiny), "vocab_size": 11, "n_layers": 2, "chunk_size": 16}
+wide["batch_invariant"] = True
+torch.manual_seed(4)
+invariant = Packaged(wide).requires_grad_(False)
+ordinary = Packaged({**wide, "batch_invariant": False}).requires_grad_(False)
+ordinary.load_state_dict(invariant.state_dict())
+ids = torch.randint(11, (5, 41))
+answers = invariant(ids)
+assert distance(answers, ordinary(ids)) < 1e-5
+assert torch.equal(invariant(ids[2:3]), answers[2:3]), "alone or among others"
+assert torch.equal(invariant(ids[:, :30]), answers[:, :30]), "cut or not"
+
+# %% [markdown]
 # ### Computing again instead of keeping
 # For the backward pass autograd keeps the activations of every layer. Unlike the
 # weights they grow with the batch and with the length of its rows. With
@@ -1048,17 +1113,37 @@ def _chunk_log_p_and_dlogits(
     index: Int[Tensor, "n 1"],
     vocab: int,
     dtype: torch.dtype,
+    by_rows: bool | None,
 ) -> tuple[Float[Tensor, "n 1"], Float[Tensor, "n rows"]]:
     """Log-probability of each target, in dtype; gradient of the loss in the logits.
 
-    Args: head: what h is multiplied by; rows from vocab on are padding.
+    Args: head: what h is multiplied by; rows from vocab on are padding. by_rows: None
+        for any fast way; else the log-probabilities are those of `token_log_probs`.
     """
-    logits = h @ head.T
+    logits = _logits(h, head, bool(by_rows))
     logits[:, vocab:] = float("-inf")
-    log_p = logits.log_softmax(-1, dtype=dtype)
+    if by_rows is None:
+        log_p = logits.log_softmax(-1, dtype=dtype)
+    else:
+        from mamba3lite.models.batch_invariant import log_softmax  # it imports triton
+
+        log_p = log_softmax(logits)
     at_target = log_p.gather(1, index)
-    dlogits = torch.exp(log_p, out=logits)
+    room = logits if logits.dtype == h.dtype else h.new_empty(0)
+    del logits  # two of this size at once, not three
+    dlogits = torch.exp(log_p, out=room)
     return at_target, dlogits.scatter_(1, index, at_target.expm1().to(h.dtype))
+
+
+def _logits(
+    h: Float[Tensor, "n d_model"], head: Float[Tensor, "rows d_model"], by_rows: bool
+) -> Float[Tensor, "n rows"]:
+    """h head^T; by_rows: each row by itself, and in float32."""
+    if not by_rows:
+        return h @ head.T
+    from mamba3lite.models.batch_invariant import _linear  # it imports triton
+
+    return _linear(h, head, True)
 
 
 def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tensor:
@@ -1084,9 +1169,12 @@ def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tens
 
 # %% tags=["export"]
 def _loss_and_gradients(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, by_rows=None, window=0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss and its gradients in hidden and weight; empty if not asked for."""
+    """Summed loss and its gradients in hidden and weight; empty if not asked for.
+
+    window: how many tokens at once, always that many; 0 for a large number.
+    """
     vocab, width = weight.shape
     exact = torch.promote_types(hidden.dtype, torch.float32)
     head = _padded_head(weight, dtype)
@@ -1094,13 +1182,16 @@ def _loss_and_gradients(
     dweight = weight.new_zeros(weight.shape if weight_grad else 0, dtype=exact)
     flat, targets = hidden.reshape(-1, width).to(dtype), targets.reshape(-1, 1)
     losses = hidden.new_empty(targets.shape, dtype=exact)
-    for start in range(0, len(targets), _TOKENS_AT_ONCE):
-        chunk = slice(start, start + _TOKENS_AT_ONCE)
+    at_once = window or _TOKENS_AT_ONCE
+    for start in range(0, len(targets), at_once):
+        chunk = slice(start, start + at_once)
         valid = targets[chunk] != -100
         keep = valid.to(dtype)
         h = flat[chunk] * keep
         index = targets[chunk].where(valid, 0).long()
-        at_target, dlogits = _chunk_log_p_and_dlogits(h, head, index, vocab, exact)
+        at_target, dlogits = _chunk_log_p_and_dlogits(
+            h, head, index, vocab, exact, by_rows
+        )
         losses[chunk] = at_target.neg().where(valid, 0)
         if hidden_grad:
             out = dhidden.view(-1, width)[chunk]
@@ -1129,13 +1220,16 @@ _cross_entropy = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor weight, Tensor targets, ScalarType dtype, "
-        "bool hidden_grad, bool weight_grad) -> (Tensor, Tensor, Tensor)"
+        "bool hidden_grad, bool weight_grad, bool? by_rows=None, int window=0) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @_cross_entropy.register_fake
-def _fake_cross_entropy(hidden, weight, targets, dtype, hidden_grad, weight_grad):
+def _fake_cross_entropy(
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, by_rows=None, window=0
+):
     exact = torch.promote_types(hidden.dtype, torch.float32)
     return (
         hidden.new_empty((), dtype=exact),
@@ -1158,9 +1252,9 @@ def _scale_gradients(ctx, dloss, *_):
             "and use torch.nn.functional.cross_entropy"
         )
     if dloss is None:
-        return (None,) * 6
+        return (None,) * 8
     wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 4
+    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 6
 
 
 _cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -1177,6 +1271,8 @@ def _cross_entropy_sum(
     hidden: Float[Tensor, "B T d_model"],
     weight: Float[Tensor, "V d_model"],
     targets: Int[Tensor, "B T"],
+    by_rows: bool | None = None,
+    window: int = 0,
 ) -> Float[Tensor, ""]:
     """Sum of the cross-entropy over valid targets; logits of a chunk at a time.
 
@@ -1187,6 +1283,8 @@ def _cross_entropy_sum(
         hidden: output of the last norm.
         weight: output embedding.
         targets: token ids already shifted; -100 is ignored.
+        by_rows: None, or how a batch-invariant model computes: True where kernels
+            take each row by itself, False where windows of `window` tokens are.
 
     Returns: a scalar, float32, or float64 for hidden in float64.
 
@@ -1199,7 +1297,11 @@ def _cross_entropy_sum(
         dtype = torch.get_autocast_dtype(device)
     learns = torch.is_grad_enabled()
     wanted = [learns and z.requires_grad for z in (hidden, weight)]
-    return _cross_entropy(hidden, weight, targets, dtype, *wanted)[0]
+    if window:  # the place of a token in its window is that in the full forward
+        missing = -targets.shape[1] % window
+        hidden = F.pad(hidden, (0, 0, 0, missing))
+        targets = F.pad(targets, (0, missing), value=-100)
+    return _cross_entropy(hidden, weight, targets, dtype, *wanted, by_rows, window)[0]
 
 
 # %% [markdown]
@@ -1404,17 +1506,48 @@ class Mamba3Transformer(nn.Module):
                 targets together with return_states.
         """
         self._check_call(tokens, targets, doc_ids, reduction, return_states)
-        hidden, states = self._hidden(tokens, doc_ids, states)
+        hidden, states = self._hidden(tokens, doc_ids, states, return_states)
         if targets is None:
-            logits = self.lm_head(hidden).float()
+            logits = self._head(hidden)
             return (logits, states) if return_states else logits
-        loss_sum = _cross_entropy_sum(hidden, self.lm_head.weight, targets)
+        by_rows = self.by_rows() if self.cfg.batch_invariant else None
+        loss_sum = _cross_entropy_sum(
+            *(hidden, self.lm_head.weight, targets, by_rows),
+            window=self.cfg.chunk_size if by_rows is False else 0,
+        )
         n_valid = (targets != -100).sum()
         if reduction == "sum":
             return loss_sum, n_valid
         return loss_sum / n_valid.clamp(min=1)
 
-    def _hidden(self, tokens, doc_ids, states):
+    def by_rows(self) -> bool:
+        """Whether kernels compute each row by itself; see `batch_invariant`."""
+        return self.layers[0].by_rows(self.embed.weight.device)
+
+    def chunk(self) -> int:
+        """Tokens after which a state is passed on, by the scan that runs here."""
+        cfg = self.cfg
+        if not self.by_rows():
+            return cfg.chunk_size
+        from mamba3lite.models.ssd_fused import _chunk_of  # it imports triton
+
+        sizes = (cfg.chunk_size, cfg.head_dim, cfg.state_dim)
+        return _chunk_of(*sizes, cfg.ssd_precision)
+
+    def _head(self, hidden: Float[Tensor, "B T d_model"]) -> Float[Tensor, "B T V"]:
+        """Logits in float32."""
+        if not self.cfg.batch_invariant:
+            return self.lm_head(hidden).float()
+        if self.by_rows():
+            from mamba3lite.models.batch_invariant import linear  # it imports triton
+
+            return linear(hidden, self.lm_head.weight, in_float32=True)
+        time, window = hidden.shape[1], self.cfg.chunk_size
+        padded = F.pad(hidden, (0, 0, 0, -time % window)).unflatten(1, (-1, window))
+        logits = [torch.cat([h @ self.lm_head.weight.T for h in row]) for row in padded]
+        return torch.stack(logits)[:, :time].float()
+
+    def _hidden(self, tokens, doc_ids, states, return_states=False):
         """The last norm's output, and the state that every layer ends in."""
         reset = None
         if doc_ids is not None:
@@ -1425,11 +1558,53 @@ class Mamba3Transformer(nn.Module):
             raise ValueError(
                 f"states holds {len(states)}; wanted {len(self.layers)}, one per layer"
             )
+        if self.cfg.batch_invariant and not self.by_rows():
+            return self._in_windows(tokens, reset, states, return_states)
+        return self._through_layers(tokens, reset, states)
+
+    def _in_windows(self, tokens, reset, states, return_states):
+        """One sequence and one window of chunk_size tokens at a time, padded to it.
+
+        Every operation always has the same shape; what it computes for a token can then
+        not depend on how long the sequence is or on the batch.
+        """
+        window, hidden, final_states = self.cfg.chunk_size, [], []
+        for b in range(len(tokens)):
+            rows, carried = [], [self._row_state(state, b) for state in states]
+            for start in range(0, tokens.shape[1], window):
+                here = (slice(b, b + 1), slice(start, start + window))
+                part, entering = tokens[here], carried
+                fresh = None if reset is None else reset[here]
+                missing = window - part.shape[1]
+                row, carried = self._through_layers(
+                    F.pad(part, (0, missing)),
+                    None if fresh is None else F.pad(fresh, (0, missing)),
+                    entering,
+                )
+                rows.append(row[:, : part.shape[1]])
+                if missing and return_states:  # the state before the padding
+                    _, carried = self._through_layers(part, fresh, entering)
+            hidden.append(torch.cat(rows, dim=1))
+            final_states.append(carried)
+        per_layer = zip(*final_states, strict=True)
+        return torch.cat(hidden), [torch.cat(states) for states in per_layer]
+
+    def _row_state(self, state, b: int) -> Complex[Tensor, "1 H D N"]:
+        """The state of one sequence; zero when there is none."""
+        cfg = self.cfg
+        if state is None:
+            shape = (1, cfg.n_heads, cfg.head_dim, cfg.state_dim)
+            device = self.embed.weight.device
+            return torch.zeros(shape, dtype=torch.complex64, device=device)
+        return state[b : b + 1]
+
+    def _through_layers(self, tokens, reset, states):
         u, final_states = self.embed(tokens), []
         for layer, state in zip(self.layers, states, strict=True):
             u, state = layer(u, reset, state, return_final_states=True)
             final_states.append(state)
-        return self.norm_f(u), final_states
+        norm, _, _ = self.layers[0]._operations(u.device)
+        return norm(u, self.norm_f), final_states
 
     def _check_call(self, tokens, targets, doc_ids, reduction, return_states) -> None:
         if reduction not in ("mean", "sum"):

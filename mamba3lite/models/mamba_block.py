@@ -73,6 +73,16 @@ def _unavailable(
     return None
 
 
+def _norm(u: Float[Tensor, "B T d"], norm: nn.RMSNorm) -> Float[Tensor, "B T d"]:
+    return norm(u)
+
+
+def _swiglu(both: Float[Tensor, "B T two_f"]) -> Float[Tensor, "B T f"]:
+    """silu(gate) up, for both side by side."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class Mamba3Block(nn.Module):
     """One pre-norm block: the scan and a head mixer, then a SwiGLU, each residual.
 
@@ -123,18 +133,44 @@ class Mamba3Block(nn.Module):
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
         y, final_states = self._ssd_with_dispatch(
-            self.in_proj(self.norm_ssd(u)),
+            self._project(u),
             reset,
             initial_states=initial_states,
             return_final_states=True,
         )
+        u = self._finish(u, y)
+        return (u, final_states) if return_final_states else u
+
+    def _project(self, u):
+        """The streams of the scan."""
+        norm, product, _ = self._operations(u.device)
+        return product(norm(u, self.norm_ssd), self.in_proj.weight)
+
+    def _finish(self, u, y):
+        """Add both branches, the first from the output of the scan."""
+        norm, product, swiglu = self._operations(u.device)
         if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
             y = y.to(self.mimo.weight.dtype)
-        mixed = self.mimo(y)
-        u = u + self.out_proj(mixed.flatten(-2))
-        gate, up = self.ffn_gate_up(self.norm_ffn(u)).chunk(2, dim=-1)
-        u = u + self.ffn_down(F.silu(gate) * up)
-        return (u, final_states) if return_final_states else u
+        mixed = self.mimo(y, product)
+        u = u + product(mixed.flatten(-2), self.out_proj.weight)
+        both = product(norm(u, self.norm_ffn), self.ffn_gate_up.weight)
+        return u + product(swiglu(both), self.ffn_down.weight)
+
+    def _operations(self, device: torch.device):
+        """RMSNorm, product and SwiGLU: PyTorch's, or those of single rows."""
+        if self.by_rows(device):
+            from mamba3lite.models import batch_invariant  # it imports triton
+
+            return (
+                batch_invariant.norm, batch_invariant.linear, batch_invariant.swiglu
+            )  # fmt: skip
+        return _norm, F.linear, _swiglu
+
+    def by_rows(self, device: torch.device) -> bool:
+        """Whether kernels compute each row by itself; see `batch_invariant`."""
+        # The dispatch by name too: a compiled graph checks it, and not what it led to.
+        wanted = self.cfg.batch_invariant and self.cfg.ssd_dispatch == "fused"
+        return wanted and self._usable_dispatch(device) == "fused"
 
     def _ssd_with_dispatch(
         self,
@@ -174,13 +210,12 @@ class Mamba3Block(nn.Module):
         """The scan of one dispatch; "fused" reads the projection as it lies."""
         cfg = self.cfg
         if dispatch == "fused":
-            from mamba3lite.models.ssd_fused import ssd_fused  # it imports triton
+            from mamba3lite.models import batch_invariant, ssd_fused  # triton
 
+            scan = batch_invariant.scan if cfg.batch_invariant else ssd_fused.ssd_fused
             sizes = {"n_heads": cfg.n_heads, "head_dim": cfg.head_dim}
             sizes |= {"state_dim": cfg.state_dim, "chunk_size": cfg.chunk_size}
-            return ssd_fused(
-                proj, self.A, **sizes, precision=cfg.ssd_precision, **options
-            )
+            return scan(proj, self.A, **sizes, precision=cfg.ssd_precision, **options)
         # torch.complex refuses bf16, and the state is kept in float32 in any case.
         x, B_re, B_im, C_re, C_im, dt = proj.float().split(self._columns, dim=-1)
         heads = (cfg.n_heads, -1)
