@@ -183,11 +183,14 @@ def generate(
         bool, typer.Option("--stream", help="Print each token when it is there.")
     ] = False,
     batch_size: Annotated[int, typer.Option(help="Texts computed side by side.")] = 64,
-    mode: Annotated[str, typer.Option(help="How a step is computed.")] = "recurrent",
+    mode: Annotated[
+        str, typer.Option(help="How a step is computed: recurrent or exact.")
+    ] = "recurrent",
 ) -> None:
     """Continue prompts with a trained model."""
     from mamba3lite.data import DataError
     from mamba3lite.generate import (
+        MODES,
         Decoder,
         LogitsError,
         OptionError,
@@ -208,7 +211,8 @@ def generate(
         wanted = [bytes_of_argument(text) for text in prompts]
         wanted += lines_of(prompt_file) if prompt_file else []
         wanted = wanted or [b""]
-        model, tokenizer = load_for_generation(checkpoint, to_stderr)
+        check("mode", mode, mode in MODES, " or ".join(MODES))
+        model, tokenizer = load_for_generation(checkpoint, to_stderr, mode == "exact")
         lanes = 1 if streaming else min(batch_size, len(wanted) * num_samples)
         found = texts(
             Decoder(model, lanes, mode),
@@ -279,8 +283,13 @@ def lines_of(file: Path) -> list[bytes]:
     return lines
 
 
-def load_for_generation(path: Path, log: Callable[[str], None]) -> tuple:
-    """Model and tokenizer of a checkpoint, on the GPU if there is one."""
+def load_for_generation(
+    path: Path, log: Callable[[str], None], exact: bool = False
+) -> tuple:
+    """Model and tokenizer of a checkpoint, on the GPU if there is one.
+
+    Args: exact: compute every row by itself, by the fused scan or, on a CPU, PyTorch's.
+    """
     import torch
 
     from mamba3lite.data.tokenizers import load_tokenizer
@@ -292,9 +301,13 @@ def load_for_generation(path: Path, log: Callable[[str], None]) -> tuple:
     state = read_state(folder)
     fields = dict(state["config"]["model"])
     _enforce_triton_env_var(fields, log)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if exact:
+        fields["batch_invariant"] = True
+        if device == "cpu" or fields["ssd_dispatch"] == "triton":
+            fields["ssd_dispatch"] = "pytorch"
     model = Mamba3Transformer(fields)
     load_model(folder, model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), load_tokenizer(state["data"]["tokenizer"])
 
 

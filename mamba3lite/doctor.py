@@ -10,8 +10,9 @@ from torch import Tensor
 
 import mamba3lite
 from mamba3lite.bench import Shape, errors, oracle, random_inputs, with_gradients
-from mamba3lite.models import ssd_triton
+from mamba3lite.models import batch_invariant, decode, ssd_triton
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise
+from mamba3lite.models.transformer import Mamba3Transformer
 
 SHAPE = Shape(B=2, T=150, H=2, D=64, N=64, chunk=64)  # ends inside a chunk
 PACKAGES = ("triton", "numpy", "safetensors", "tiktoken", "pydantic", "matplotlib")
@@ -37,6 +38,9 @@ def examine(say: Callable[[str], None]) -> bool:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     say(describe_device(device))
     healthy = True
+    for name, verdict, right in exact_decode(device):
+        say(f"{name}: {verdict}")
+        healthy &= right
     for (dispatch, precision), limits in LIMITS.items():
         name = f"{dispatch:>7} {precision}"
         if reason := why_not(dispatch, device):
@@ -51,6 +55,47 @@ def examine(say: Callable[[str], None]) -> bool:
             healthy = False
             say(advice(dispatch, precision, worst))
     return healthy
+
+
+def exact_decode(device: torch.device) -> list[tuple[str, str, bool]]:
+    """What exact decode does here, by precision: name, verdict, whether it is right.
+
+    On a GPU rows of the scan and of products are compared with those of the training
+    kernels, bit by bit; where some differ, exact decode is slower and still right. On a
+    CPU a small model decodes and is compared with its full forward.
+    """
+    if device.type != "cuda":
+        if decoded_rows_that_differ() == 0:
+            return [("exact decode in windows", "the bits of a full forward", True)]
+        advice = "the bits of a full forward are not reached; matrix products here are "
+        return [("exact decode in windows", f"{advice}not reproducible", False)]
+    if not ssd_triton.HAS_TRITON:
+        return [("exact decode", "not checked, triton is not installed", True)]
+    tiles = batch_invariant.tiles_agree(device)
+    verdicts = []
+    for precision in ("bf16", "tf32", "ieee"):
+        sizes = (SHAPE.D, SHAPE.N, SHAPE.chunk, precision)
+        if tiles and decode._bits_agree(device, *sizes):
+            verdict = "the bits of training, by row kernels"
+        else:
+            verdict = "slower here: row kernels differ from the training kernels, "
+            verdict += "which scan the open chunk instead"
+        verdicts.append((f"exact decode in {precision}", verdict, True))
+    return verdicts
+
+
+@torch.no_grad()
+def decoded_rows_that_differ() -> int:
+    """Tokens of 40 whose decoded logits differ from those of a full forward."""
+    torch.manual_seed(0)
+    model = Mamba3Transformer(
+        {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 2, "head_dim": 8,
+         "state_dim": 8, "chunk_size": 16, "ffn_dim": 64, "batch_invariant": True}
+    )  # fmt: skip
+    tokens, slot = torch.randint(64, (1, 40)), torch.zeros(1, dtype=torch.int32)
+    full, cache = model(tokens)[0], decode.ExactCache(model, 1)
+    steps = [decode.exact_step(model, token, cache, slot) for token in tokens.T]
+    return int((torch.cat(steps) != full).any(-1).sum())
 
 
 def versions() -> list[str]:

@@ -11,10 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mamba3lite.models.decode import RecurrentCache, recurrent_prefill, recurrent_step
+from mamba3lite.models.decode import (
+    ExactCache,
+    RecurrentCache,
+    exact_prefill,
+    exact_step,
+    recurrent_prefill,
+    recurrent_step,
+)
 
 # How a mode remembers and goes on: its cache, its prefill and its step.
-MODES = {"recurrent": (RecurrentCache, recurrent_prefill, recurrent_step)}
+MODES = {
+    "recurrent": (RecurrentCache, recurrent_prefill, recurrent_step),
+    "exact": (ExactCache, exact_prefill, exact_step),
+}
 
 
 class OptionError(ValueError):
@@ -247,8 +257,11 @@ class Decoder:
     the processor while the next step runs.
 
     Args: model: a `Mamba3Transformer`, not changed while this object is in use.
-    lanes: sequences side by side, at most. mode: a name in `MODES`.
-    Raises: OptionError for lanes or a mode that is not there.
+    lanes: sequences side by side, at most. mode: a name in `MODES`; "exact" wants a
+    model with batch_invariant and gives, bit for bit, the logits of its full forward
+    pass, on a GPU of that in bfloat16 autocast.
+    Raises: OptionError for lanes or a mode that is not there; ValueError for a model
+    that "exact" cannot keep its promise for.
     """
 
     prefill_tokens = 4096  # of each prompt at once
@@ -260,8 +273,15 @@ class Decoder:
         self.model, self.lanes = model, lanes
         self.device = next(model.parameters()).device
         self._on_gpu = self.device.type == "cuda"
-        self._cache = cache_of(model, lanes)
+        self._exact_on_gpu = self._on_gpu and mode == "exact"
+        with self._products():
+            self._cache = cache_of(model, lanes)
         self._rounds: dict[tuple, tuple[_Lanes, Callable[[], None]]] = {}
+
+    def _products(self) -> torch.autocast:
+        """As training computes them; the recurrence has copies of its own."""
+        kind, enabled = self.device.type, self._exact_on_gpu
+        return torch.autocast(kind, torch.bfloat16, enabled, cache_enabled=False)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], **options
@@ -358,9 +378,12 @@ class Decoder:
                 part = prompt[first : first + width]
                 row[: len(part)] = torch.tensor(part, dtype=torch.int64)
             here = (lengths - first).clamp(0, width).to(self.device)
-            logits = self._prefill_piece(
-                self.model, tokens.to(self.device), here, self._cache, slots
-            )
+            some = torch.where(here > 0, slots, -1)  # the others have ended before
+            with self._products():
+                logits = self._prefill_piece(
+                    *(self.model, tokens.to(self.device), here.clamp(min=1)),
+                    *(self._cache, some),
+                )
             reached = (here > 0)[:, None]
             result = logits if result is None else torch.where(reached, logits, result)
         return result
@@ -385,7 +408,8 @@ class Decoder:
         over = (lanes.tokens == eos_id) | (lanes.tokens < 0)
         lanes.slots.masked_fill_(over, -1)
         read = lanes.tokens.clamp(min=0)
-        logits = self._step(self.model, read, self._cache, lanes.slots)
+        with self._products():
+            logits = self._step(self.model, read, self._cache, lanes.slots)
         chosen = sample(logits, lanes.chances.take(), sampling)
         lanes.tokens.copy_(torch.where(lanes.slots < 0, lanes.tokens, chosen))
 

@@ -69,7 +69,7 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
 plt.rcParams.update(
     {
-        "figure.dpi": 64,
+        "figure.dpi": 52,
         "figure.figsize": (7.8, 2.9),
         "figure.constrained_layout.use": True,
         "axes.titlesize": 11,
@@ -1302,6 +1302,12 @@ if HAS_TRITON:
         return tl.where(document == last, tl.exp(U_last - U), 0.0)
 
     @triton.jit
+    def _exp_where(seen, span):
+        """exp(span) where a step is seen, else 0."""
+        # Select before exp: in the future the exponent is positive and overflows.
+        return tl.exp(tl.where(seen, span, float("-inf")))
+
+    @triton.jit
     def _decay(U, document, BLOCK_C: tl.constexpr, TURNED: tl.constexpr):
         """exp(U[l] - U[s]) for s <= l in a document, else 0; transposed if TURNED."""
         step = tl.arange(0, BLOCK_C)
@@ -1311,8 +1317,7 @@ if HAS_TRITON:
             span = -span
             seen = step[:, None] <= step[None, :]
         seen = seen & (document[:, None] == document[None, :])
-        # Select before exp: in the future the exponent is positive and overflows.
-        return tl.exp(tl.where(seen, span, float("-inf")))
+        return _exp_where(seen, span)
 
 
 # %%
@@ -1670,6 +1675,17 @@ if HAS_TRITON:
         if WALK:
             _store_edge(out_ptr, at_edge, S_re, S_im, REVERSE)
 
+    @triton.jit
+    def _passed_on(S_re, S_im, cos, sin, keep, added_re, added_im):
+        """The state that leaves a chunk: what is left of the one before, and what came.
+
+        cos, sin and keep: of the whole chunk.
+        """
+        return (
+            (S_re * cos - S_im * sin) * keep + added_re,
+            (S_re * sin + S_im * cos) * keep + added_im,
+        )
+
     @triton.jit(do_not_specialize=["n_chunks"])
     def _pass_kernel(
         states_ptr, gates_ptr, edge_ptr, out_ptr, H, n_chunks,
@@ -1698,10 +1714,7 @@ if HAS_TRITON:
             )
             keep = _from_entry(U, last)
             _store_pair(states_ptr + index * 2 * N * D, N * D, at, None, S_re, S_im)
-            S_re, S_im = (
-                (S_re * cos - S_im * sin) * keep + added_re,
-                (S_re * sin + S_im * cos) * keep + added_im,
-            )
+            S_re, S_im = _passed_on(S_re, S_im, cos, sin, keep, added_re, added_im)
         _store_edge(out_ptr, at_edge, S_re, S_im, REVERSE)
 
 
@@ -1839,14 +1852,14 @@ def _walks(batch: int, heads: int, n_chunks: int) -> bool:
     return batch * heads >= _WALK_FROM or n_chunks == 1
 
 
-def _new_gates(proj, A, reset, D, N, C):
+def _new_gates(proj, A, reset, D, N, C, walk=None):
     """Gates of every chunk and head, (B, nc, H, 4, C), float32: cos V, sin V, U, and
     the number of resets so far in the chunk; not yet computed when chunks will do it.
     """
     batch, time, width = proj.shape
     H, n_chunks = A.shape[0], -(-time // C)
     gates = proj.new_empty(batch, n_chunks, H, 4, C, dtype=torch.float32)
-    if _walks(batch, H, n_chunks):
+    if _walks(batch, H, n_chunks) if walk is None else walk:
         _start(
             _gates_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
             (proj, torch.view_as_real(A), proj if reset is None else reset, gates),
@@ -1856,18 +1869,18 @@ def _new_gates(proj, A, reset, D, N, C):
     return gates
 
 
-def _states(proj, A, reset, gates, edge, dy, D, N, precision, reverse):
+def _states(proj, A, reset, gates, edge, dy, D, N, precision, reverse, walk=None):
     """The state entering every chunk and the last one; or, reversed, their gradients.
 
     Args: edge: the initial state, or the gradient of the final one, (B, H, D, N).
-    dy: for the reverse.
+    dy: for the reverse. walk: which way to them; None for the faster one.
 
     Returns: (B, nc, H, 2, N, D), bfloat16 in bf16 mode, of conjugates if reversed; and
         float32 (B, H, D, N, 2).
     """
     batch, time, width = proj.shape
     n_chunks, H, _, C = gates.shape[1:]
-    walk = _walks(batch, H, n_chunks)
+    walk = _walks(batch, H, n_chunks) if walk is None else walk
     options = _launch("walk" if walk else "chunks", precision, D, N)
     parts = D // options["BLOCK_D"] * (N // options["BLOCK_N"])
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -1967,6 +1980,31 @@ print("walked and passed states agree, forward and in reverse")
 # %% tags=["export"]
 if HAS_TRITON:
 
+    @triton.jit
+    def _keys(B_re, B_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
+        """Both halves of k, turned back by V; of q for C and its conjugate."""
+        return _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
+
+    @triton.jit
+    def _scores(q_re, q_im, k_re, k_im, M, PRECISION: tl.constexpr):
+        """M + q k^T for tiles of both halves."""
+        M = _dot(q_re, tl.trans(k_re), M, PRECISION)
+        return _dot(q_im, tl.trans(k_im), M, PRECISION)
+
+    @triton.jit
+    def _from_state(q_re, q_im, G_re, G_im, Y, PRECISION: tl.constexpr):
+        """Y + q G for tiles of both halves."""
+        return _dot(q_im, G_im, _dot(q_re, G_re, Y, PRECISION), PRECISION)
+
+    @triton.jit
+    def _from_tokens(
+        M, decay, x, Y, entry, PRECISION: tl.constexpr, EMULATE: tl.constexpr
+    ):
+        """Y e^U + (M decay) x: the outputs."""
+        x = _operand(x, PRECISION, EMULATE)
+        P = _operand(M * decay, PRECISION, EMULATE)
+        return _dot(P, x, Y * entry[:, None], PRECISION)
+
     @triton.jit(do_not_specialize=["T", "n_chunks"])
     def _output_kernel(
         proj_ptr, gates_ptr, states_ptr, y_ptr, T, H, W, n_chunks,
@@ -1997,18 +2035,17 @@ if HAS_TRITON:
             B_re, B_im = _load_pair(base + H * D, H * N, at, here)
             C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
             G_re, G_im = tl.load(G_ptr + tile), tl.load(G_ptr + N * D + tile)
-            k_re, k_im = _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
+            k_re, k_im = _keys(B_re, B_im, cos, sin, PRECISION, EMULATE)
             # The conjugate: q is the real half and minus the imaginary one.
-            q_re, q_im = _turned(C_re, -C_im, cos, -sin, PRECISION, EMULATE)
+            q_re, q_im = _keys(C_re, -C_im, cos, sin, PRECISION, EMULATE)
             G_re, G_im = _operands(G_re, G_im, PRECISION, EMULATE)
-            M = _dot(q_re, tl.trans(k_re), M, PRECISION)
-            M = _dot(q_im, tl.trans(k_im), M, PRECISION)
-            Y = _dot(q_im, G_im, _dot(q_re, G_re, Y, PRECISION), PRECISION)
+            M = _scores(q_re, q_im, k_re, k_im, M, PRECISION)
+            Y = _from_state(q_re, q_im, G_re, G_im, Y, PRECISION)
         x_at = step[:, None] * W + h * D + d[None, :]
         x = tl.load(base + x_at, mask=here, other=0.0)
-        x = _operand(x, PRECISION, EMULATE)
-        P = _operand(M * _decay(U, document, BLOCK_C, False), PRECISION, EMULATE)
-        Y = _dot(P, x, Y * _from_entry(U, document)[:, None], PRECISION)
+        decay = _decay(U, document, BLOCK_C, False)
+        entry = _from_entry(U, document)
+        Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE)
         y_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
         tl.store(y_ptr + y_at, Y.to(y_ptr.dtype.element_ty), mask=here)
 
@@ -2492,7 +2529,9 @@ def _as_it_lies(z: Tensor | None) -> Tensor | None:
     return z.resolve_conj().resolve_neg().contiguous()
 
 
-def _forward(proj, A, initial_states, reset, head_dim, state_dim, chunk, precision):
+def _forward(
+    proj, A, initial_states, reset, head_dim, state_dim, chunk, precision, walk=None
+):
     """y, the final states; and for the backward the states entering each chunk and the
     gates.
     """
@@ -2503,9 +2542,9 @@ def _forward(proj, A, initial_states, reset, head_dim, state_dim, chunk, precisi
     y = proj.new_empty(batch, time, H, D)
     try:
         with torch.cuda.device_of(proj):
-            gates = _new_gates(proj, A, flags, D, N, chunk)
+            gates = _new_gates(proj, A, flags, D, N, chunk, walk)
             states, final = _states(
-                proj, A, flags, gates, edge, None, D, N, precision, False
+                proj, A, flags, gates, edge, None, D, N, precision, False, walk
             )
             n_chunks = states.shape[1]
             _start(
@@ -2525,7 +2564,7 @@ _ssd_fused = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor proj, Tensor A, Tensor? initial_states, Tensor? reset, int head_dim, "
-        "int state_dim, int chunk, str precision) "
+        "int state_dim, int chunk, str precision, bool? walk=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -2533,7 +2572,7 @@ _ssd_fused = torch.library.custom_op(
 
 @_ssd_fused.register_fake
 def _fake_ssd_fused(
-    proj, A, initial_states, reset, head_dim, state_dim, chunk, precision
+    proj, A, initial_states, reset, head_dim, state_dim, chunk, precision, walk=None
 ):
     batch, time, _ = proj.shape
     D, N, H = head_dim, state_dim, A.shape[0]
@@ -2619,7 +2658,7 @@ def _fake_ssd_fused_backward(
 
 # %% tags=["export"]
 def _save(ctx, inputs, output):
-    proj, A, initial_states, reset, head_dim, state_dim, _, precision = inputs
+    proj, A, initial_states, reset, head_dim, state_dim, _, precision, *_ = inputs
     ctx.options = head_dim, state_dim, precision
     ctx.has_initial = initial_states is not None
     ctx.set_materialize_grads(False)
@@ -2633,7 +2672,7 @@ def _differentiate(ctx, dy, dfinal, _dstates, _dgates, backward=_ssd_fused_backw
     dproj, dA, dinitial = backward(
         proj, A, reset, final, states, gates, dy, dfinal, *ctx.options
     )
-    return dproj, dA, dinitial if ctx.has_initial else None, *[None] * 5
+    return dproj, dA, dinitial if ctx.has_initial else None, *[None] * 6
 
 
 _ssd_fused.register_autograd(_differentiate, setup_context=_save)
@@ -2753,6 +2792,7 @@ def ssd_fused(
     initial_states: Complex[Tensor, "B H D N"] | None = None,
     return_final_states: bool = False,
     reset: Bool[Tensor, "B T"] | None = None,
+    walk: bool | None = None,
 ) -> (
     Float[Tensor, "B T H D"]
     | tuple[Float[Tensor, "B T H D"], Complex[Tensor, "B H D N"]]
@@ -2773,6 +2813,8 @@ def ssd_fused(
         initial_states: the state before the first token; zero when None.
         return_final_states: also return the state after the last token, complex64.
         reset: True where a document starts: the state arriving there is dropped.
+        walk: the way to the states in the forward pass: one program for all chunks of a
+            head, or one for each chunk; None for the faster. They round differently.
 
     Returns: y in the dtype of proj, or `(y, final_states)`. Gradients of proj, A and
         initial_states; the same bits every time.
@@ -2793,7 +2835,8 @@ def ssd_fused(
     chunk = _chunk_of(chunk_size, head_dim, state_dim, precision)
     run = _ssd_fused if _watched(proj) else _Unwatched.apply
     y, final_states, _, _ = run(
-        *(proj, A, initial_states, reset), *(head_dim, state_dim, chunk, precision)
+        *(proj, A, initial_states, reset),
+        *(head_dim, state_dim, chunk, precision, walk),
     )
     return (y, final_states) if return_final_states else y
 

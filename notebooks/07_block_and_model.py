@@ -53,7 +53,7 @@ BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"  # Okabe and Ito's palette,
 GREEN, BLUE, RED = "#009E73", "#0072B2", "#D55E00"  # all kinds of eyes tell apart
 plt.rcParams.update(
     {
-        "figure.dpi": 64,
+        "figure.dpi": 60,
         "figure.constrained_layout.use": True,
         "figure.facecolor": "white",
         "axes.spines.top": False,
@@ -231,6 +231,8 @@ class MIMO(nn.Module):
         n_heads: number of heads H.
         head_dim: channels per head D.
 
+    `forward` takes, after y, what multiplies it by the weight, as `F.linear` does.
+
     Shapes: (B, T, H, D) -> (B, T, H, D), in the dtype of the weight.
 
     Source: notebook 07, "A mixer across heads".
@@ -241,8 +243,10 @@ class MIMO(nn.Module):
         self.weight = nn.Parameter(torch.eye(n_heads * head_dim))
         self.weight._identity_init = True  # the model's initializer leaves it alone
 
-    def forward(self, y: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
-        return F.linear(y.flatten(-2), self.weight).view_as(y)
+    def forward(
+        self, y: Float[Tensor, "B T H D"], product=F.linear
+    ) -> Float[Tensor, "B T H D"]:
+        return product(y.flatten(-2), self.weight).view_as(y)
 
 
 # %%
@@ -377,9 +381,10 @@ class ModelConfig:
             self._check(field.name, type(field.default), getattr(self, field.name))
         if self.state_dim % 2:
             raise ValueError(f"state_dim is {self.state_dim}; it must be even")
-        if self.batch_invariant:
+        if self.batch_invariant and self.ssd_dispatch == "triton":
             raise ValueError(
-                "batch_invariant is True; this version of mamba3lite allows False only"
+                "batch_invariant is True; it goes with ssd_dispatch 'pytorch' or "
+                "'fused', not 'triton'"
             )
 
     def _check(self, name: str, kind: type, value: object) -> None:
@@ -1026,7 +1031,8 @@ plt.show()
 # `_add_norm` and `_swiglu` are the operations of the section before as PyTorch has
 # them. The class has five parts. `__init__` makes the boxes of the diagram. `forward`
 # decides whether to keep the activations or compute them again. `_forward_impl` is the
-# two lines of the formula, with the operations that `row_operations` chose.
+# two lines of the formula, with `_project` before the scan and `_finish` behind it;
+# `row_operations` chooses what they are made of.
 # `_ssd_with_dispatch` is the only place that slices the projection and the only one
 # that chooses an implementation of the scan.
 
@@ -1121,33 +1127,62 @@ class Mamba3Block(nn.Module):
         return self._forward_impl(u, reset, initial_states, return_final_states)
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
-        add_norm, swiglu = self.row_operations(u)
-        u, normed = add_norm(u, None, self.norm_ssd)
+        u, proj = self._project(u)
         y, final_states = self._ssd_with_dispatch(
-            self.in_proj(normed),
-            reset,
-            initial_states=initial_states,
-            return_final_states=True,
+            proj, reset, initial_states=initial_states, return_final_states=True
         )
-        if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
-            y = y.to(self.mimo.weight.dtype)
-        mixed = self.mimo(y)
-        u, normed = add_norm(u, self.out_proj(mixed.flatten(-2)), self.norm_ffn)
-        u = u + self.ffn_down(swiglu(self.ffn_gate_up(normed)))
+        u = self._finish(u, y)
         return (u, final_states) if return_final_states else u
 
-    def fuses(self, device: torch.device) -> bool:
-        """Whether the fused kernels run on this device."""
-        return self._usable_dispatch(device) == "fused"
+    def _project(self, u):
+        """The stream, and from it the streams of the scan."""
+        add_norm, _ = self.row_operations(u)
+        u, normed = add_norm(u, None, self.norm_ssd)
+        return u, self._times(self.in_proj, normed)
+
+    def _finish(self, u, y):
+        """Add both branches, the first from the output of the scan."""
+        add_norm, swiglu = self.row_operations(u)
+        if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
+            y = y.to(self.mimo.weight.dtype)
+        mixed = self._times(self.mimo, y).flatten(-2)
+        u, normed = add_norm(u, self._times(self.out_proj, mixed), self.norm_ffn)
+        both = self._times(self.ffn_gate_up, normed)
+        return u + self._times(self.ffn_down, swiglu(both))
+
+    def _times(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What a module multiplies; each row by itself where that is promised."""
+        if not self.by_rows(x):
+            return module(x)
+        from mamba3lite.models.batch_invariant import linear  # it imports triton
+
+        return module(x, linear) if module is self.mimo else linear(x, module.weight)
 
     def row_operations(self, u: Tensor):
-        """How to add and norm, and how to gate: by PyTorch, or fused."""
-        if self.fuses(u.device):
+        """How to add and norm, and how to gate: by PyTorch, fused, or by single rows.
+
+        Args: u: what they are for; its device and whether anybody watches decide.
+        """
+        if self.by_rows(u):
+            from mamba3lite.models import batch_invariant  # it imports triton
+
+            return batch_invariant.add_norm, batch_invariant.swiglu
+        if self.fuses(u):
             from mamba3lite.models import row_kernels  # it imports triton
 
             if row_kernels.fuses_rows(u):
                 return row_kernels.add_norm, row_kernels.swiglu
         return _add_norm, _swiglu
+
+    def by_rows(self, z: Tensor) -> bool:
+        """Whether kernels compute each row of z by itself; see `batch_invariant`."""
+        # The dispatch by name too: a compiled graph checks it, and not what it led to.
+        wanted = self.cfg.batch_invariant and self.cfg.ssd_dispatch == "fused"
+        return wanted and self.fuses(z)
+
+    def fuses(self, z: Tensor) -> bool:
+        """Whether the fused kernels run where z is."""
+        return self._usable_dispatch(z.device) == "fused"
 
     def _ssd_with_dispatch(
         self,
@@ -1191,6 +1226,7 @@ class Mamba3Block(nn.Module):
 
             sizes = {"n_heads": cfg.n_heads, "head_dim": cfg.head_dim}
             sizes |= {"state_dim": cfg.state_dim, "chunk_size": cfg.chunk_size}
+            options |= {"walk": False} if cfg.batch_invariant else {}
             return ssd_fused(
                 proj, self.A, **sizes, precision=cfg.ssd_precision, **options
             )
@@ -1386,6 +1422,30 @@ assert all(torch.equal(out, block(u)) for out in outputs)
 assert str(heard[0].message).startswith("layer 3: ssd_dispatch='triton' unavailable")
 
 # %% [markdown]
+# ### Results that do not depend on the batch
+# Ask the model about one sequence, then about the same one among others. The bits of
+# the answer may differ: a matrix library picks its kernel by shape. `batch_invariant`
+# rules that out. `_operations` then hands out products and norms that compute each row
+# by itself, where there are kernels for that ([notebook 09](09_decoding.ipynb) writes
+# them); elsewhere the model takes one sequence and one window of `chunk_size` tokens
+# at a time, so that every operation always has the same shape. It is the same model:
+
+# %%
+from mamba3lite.models.transformer import Mamba3Transformer as Packaged
+
+wide = {**vars(tiny), "vocab_size": 11, "n_layers": 2, "chunk_size": 16}
+wide["batch_invariant"] = True
+torch.manual_seed(4)
+invariant = Packaged(wide).requires_grad_(False)
+ordinary = Packaged({**wide, "batch_invariant": False}).requires_grad_(False)
+ordinary.load_state_dict(invariant.state_dict())
+ids = torch.randint(11, (5, 41))
+answers = invariant(ids)
+assert distance(answers, ordinary(ids)) < 1e-5
+assert torch.equal(invariant(ids[2:3]), answers[2:3]), "alone or among others"
+assert torch.equal(invariant(ids[:, :30]), answers[:, :30]), "cut or not"
+
+# %% [markdown]
 # ### Computing again instead of keeping
 # For the backward pass autograd keeps the activations of every layer. Unlike the
 # weights they grow with the batch and with the length of its rows. With
@@ -1454,23 +1514,43 @@ def _chunk_log_p_and_dlogits(
     index: Int[Tensor, "n 1"],
     vocab: int,
     dtype: torch.dtype,
+    by_rows: bool | None,
     fused: bool,
 ) -> tuple[Float[Tensor, "n 1"], Float[Tensor, "n rows"]]:
     """Log-probability of each target, in dtype; gradient of the loss in the logits.
 
-    Args: head: what h is multiplied by; rows from vocab on are padding. fused: in one
-        kernel.
+    Args: head: what h is multiplied by; rows from vocab on are padding. by_rows: None
+        for any fast way; else the log-probabilities are those of `token_log_probs`.
+        fused: softmax and gradient in one kernel.
     """
-    logits = h @ head.T
+    logits = _logits(h, head, bool(by_rows))
     if fused:
         from mamba3lite.models.row_kernels import softmax_less_target_  # needs triton
 
         return softmax_less_target_(logits, index, vocab), logits
     logits[:, vocab:] = float("-inf")
-    log_p = logits.log_softmax(-1, dtype=dtype)
+    if by_rows is None:
+        log_p = logits.log_softmax(-1, dtype=dtype)
+    else:
+        from mamba3lite.models.batch_invariant import log_softmax  # it imports triton
+
+        log_p = log_softmax(logits)
     at_target = log_p.gather(1, index)
-    dlogits = torch.exp(log_p, out=logits)
+    room = logits if logits.dtype == h.dtype else h.new_empty(0)
+    del logits  # two of this size at once, not three
+    dlogits = torch.exp(log_p, out=room)
     return at_target, dlogits.scatter_(1, index, at_target.expm1().to(h.dtype))
+
+
+def _logits(
+    h: Float[Tensor, "n d_model"], head: Float[Tensor, "rows d_model"], by_rows: bool
+) -> Float[Tensor, "n rows"]:
+    """h head^T; by_rows: each row by itself, and in float32."""
+    if not by_rows:
+        return h @ head.T
+    from mamba3lite.models.batch_invariant import _linear  # it imports triton
+
+    return _linear(h, head, True)
 
 
 def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tensor:
@@ -1496,9 +1576,13 @@ def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tens
 
 # %% tags=["export"]
 def _loss_and_gradients(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False, by_rows=None,
+    window=0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss and its gradients in hidden and weight; empty if not asked for."""
+    """Summed loss and its gradients in hidden and weight; empty if not asked for.
+
+    window: how many tokens at once, always that many; 0 for a large number.
+    """
     vocab, width = weight.shape
     exact = torch.promote_types(hidden.dtype, torch.float32)
     head = _padded_head(weight, dtype)
@@ -1506,14 +1590,15 @@ def _loss_and_gradients(
     dweight = weight.new_zeros(head.shape if weight_grad else 0, dtype=exact)
     flat, targets = hidden.reshape(-1, width).to(dtype), targets.reshape(-1, 1)
     losses = hidden.new_empty(targets.shape, dtype=exact)
-    for start in range(0, len(targets), _TOKENS_AT_ONCE):
-        chunk = slice(start, start + _TOKENS_AT_ONCE)
+    at_once = window or _TOKENS_AT_ONCE
+    for start in range(0, len(targets), at_once):
+        chunk = slice(start, start + at_once)
         valid = targets[chunk] != -100
         keep = valid.to(dtype)
         h = flat[chunk] * keep
         index = targets[chunk].where(valid, 0).long()
         at_target, dlogits = _chunk_log_p_and_dlogits(
-            h, head, index, vocab, exact, fused
+            h, head, index, vocab, exact, by_rows, fused
         )
         losses[chunk] = at_target.neg().where(valid, 0)
         if hidden_grad:
@@ -1543,7 +1628,8 @@ _cross_entropy = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor weight, Tensor targets, ScalarType dtype, "
-        "bool hidden_grad, bool weight_grad, bool fused=False) "
+        "bool hidden_grad, bool weight_grad, bool fused=False, bool? by_rows=None, "
+        "int window=0) "
         "-> (Tensor, Tensor, Tensor)"
     ),
 )
@@ -1551,7 +1637,8 @@ _cross_entropy = torch.library.custom_op(
 
 @_cross_entropy.register_fake
 def _fake_cross_entropy(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False, by_rows=None,
+    window=0,
 ):
     exact = torch.promote_types(hidden.dtype, torch.float32)
     return (
@@ -1575,9 +1662,9 @@ def _scale_gradients(ctx, dloss, *_):
             "and use torch.nn.functional.cross_entropy"
         )
     if dloss is None:
-        return (None,) * 7
+        return (None,) * 9
     wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 5
+    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 7
 
 
 _cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -1595,6 +1682,8 @@ def _cross_entropy_sum(
     weight: Float[Tensor, "V d_model"],
     targets: Int[Tensor, "B T"],
     fused: bool = False,
+    by_rows: bool | None = None,
+    window: int = 0,
 ) -> Float[Tensor, ""]:
     """Sum of the cross-entropy over valid targets; logits of a chunk at a time.
 
@@ -1606,6 +1695,8 @@ def _cross_entropy_sum(
         weight: output embedding.
         targets: token ids already shifted; -100 is ignored.
         fused: take the softmax in one kernel.
+        by_rows: None, or how a batch-invariant model computes: True where kernels
+            take each row by itself, False where windows of `window` tokens are.
 
     Returns: a scalar, float32, or float64 for hidden in float64.
 
@@ -1618,7 +1709,12 @@ def _cross_entropy_sum(
         dtype = torch.get_autocast_dtype(device)
     learns = torch.is_grad_enabled()
     wanted = [learns and z.requires_grad for z in (hidden, weight)]
-    return _cross_entropy(hidden, weight, targets, dtype, *wanted, fused)[0]
+    if window:  # the place of a token in its window is that in the full forward
+        missing = -targets.shape[1] % window
+        hidden = F.pad(hidden, (0, 0, 0, missing))
+        targets = F.pad(targets, (0, missing), value=-100)
+    how = fused, by_rows, window
+    return _cross_entropy(hidden, weight, targets, dtype, *wanted, *how)[0]
 
 
 # %% [markdown]
@@ -1823,18 +1919,50 @@ class Mamba3Transformer(nn.Module):
                 targets together with return_states.
         """
         self._check_call(tokens, targets, doc_ids, reduction, return_states)
-        hidden, states = self._hidden(tokens, doc_ids, states)
+        hidden, states = self._hidden(tokens, doc_ids, states, return_states)
         if targets is None:
-            logits = self.lm_head(hidden).float()
+            logits = self._head(hidden)
             return (logits, states) if return_states else logits
-        fused = hidden.is_cuda and self.layers[0].fuses(hidden.device)
-        loss_sum = _cross_entropy_sum(hidden, self.lm_head.weight, targets, fused)
+        by_rows = self.by_rows() if self.cfg.batch_invariant else None
+        loss_sum = _cross_entropy_sum(
+            *(hidden, self.lm_head.weight, targets),
+            fused=by_rows is None and hidden.is_cuda and self.layers[0].fuses(hidden),
+            by_rows=by_rows,
+            window=self.cfg.chunk_size if by_rows is False else 0,
+        )
         n_valid = (targets != -100).sum()
         if reduction == "sum":
             return loss_sum, n_valid
         return loss_sum / n_valid.clamp(min=1)
 
-    def _hidden(self, tokens, doc_ids, states):
+    def by_rows(self) -> bool:
+        """Whether kernels compute each row by itself; see `batch_invariant`."""
+        return self.layers[0].by_rows(self.embed.weight)
+
+    def chunk(self) -> int:
+        """Tokens after which a state is passed on, by the scan that runs here."""
+        cfg = self.cfg
+        if not self.by_rows():
+            return cfg.chunk_size
+        from mamba3lite.models.ssd_fused import _chunk_of  # it imports triton
+
+        sizes = (cfg.chunk_size, cfg.head_dim, cfg.state_dim)
+        return _chunk_of(*sizes, cfg.ssd_precision)
+
+    def _head(self, hidden: Float[Tensor, "B T d_model"]) -> Float[Tensor, "B T V"]:
+        """Logits in float32."""
+        if not self.cfg.batch_invariant:
+            return self.lm_head(hidden).float()
+        if self.by_rows():
+            from mamba3lite.models.batch_invariant import linear  # it imports triton
+
+            return linear(hidden, self.lm_head.weight, in_float32=True)
+        time, window = hidden.shape[1], self.cfg.chunk_size
+        padded = F.pad(hidden, (0, 0, 0, -time % window)).unflatten(1, (-1, window))
+        logits = [torch.cat([h @ self.lm_head.weight.T for h in row]) for row in padded]
+        return torch.stack(logits)[:, :time].float()
+
+    def _hidden(self, tokens, doc_ids, states, return_states=False):
         """The last norm's output, and the state that every layer ends in."""
         reset = None
         if doc_ids is not None:
@@ -1845,6 +1973,47 @@ class Mamba3Transformer(nn.Module):
             raise ValueError(
                 f"states holds {len(states)}; wanted {len(self.layers)}, one per layer"
             )
+        if self.cfg.batch_invariant and not self.by_rows():
+            return self._in_windows(tokens, reset, states, return_states)
+        return self._through_layers(tokens, reset, states)
+
+    def _in_windows(self, tokens, reset, states, return_states):
+        """One sequence and one window of chunk_size tokens at a time, padded to it.
+
+        Every operation always has the same shape; what it computes for a token can then
+        not depend on how long the sequence is or on the batch.
+        """
+        window, hidden, final_states = self.cfg.chunk_size, [], []
+        for b in range(len(tokens)):
+            rows, carried = [], [self._row_state(state, b) for state in states]
+            for start in range(0, tokens.shape[1], window):
+                here = (slice(b, b + 1), slice(start, start + window))
+                part, entering = tokens[here], carried
+                fresh = None if reset is None else reset[here]
+                missing = window - part.shape[1]
+                row, carried = self._through_layers(
+                    F.pad(part, (0, missing)),
+                    None if fresh is None else F.pad(fresh, (0, missing)),
+                    entering,
+                )
+                rows.append(row[:, : part.shape[1]])
+                if missing and return_states:  # the state before the padding
+                    _, carried = self._through_layers(part, fresh, entering)
+            hidden.append(torch.cat(rows, dim=1))
+            final_states.append(carried)
+        per_layer = zip(*final_states, strict=True)
+        return torch.cat(hidden), [torch.cat(states) for states in per_layer]
+
+    def _row_state(self, state, b: int) -> Complex[Tensor, "1 H D N"]:
+        """The state of one sequence; zero when there is none."""
+        cfg = self.cfg
+        if state is None:
+            shape = (1, cfg.n_heads, cfg.head_dim, cfg.state_dim)
+            device = self.embed.weight.device
+            return torch.zeros(shape, dtype=torch.complex64, device=device)
+        return state[b : b + 1]
+
+    def _through_layers(self, tokens, reset, states):
         u, final_states = self.embed(tokens), []
         for layer, state in zip(self.layers, states, strict=True):
             u, state = layer(u, reset, state, return_final_states=True)

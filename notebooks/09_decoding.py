@@ -20,18 +20,23 @@
 # - hand a prompt over from the scan to the step, padding and all;
 # - compare its memory with a key-value cache, and say from which length on it wins;
 # - explain why decoding and training agree to rounding and not in bits;
-# - find the floor under the time of a step, and the reason why launches are in the way.
+# - find the floor under the time of a step, and the reason why launches are in the way;
+# - build a product, a norm and a softmax whose rows do not depend on their neighbors;
+# - decode from the open chunk of a sequence, so that every logit has the bits of a full
+#   forward pass, on a GPU by kernels for single rows and on a CPU by windows.
 #
 # **You need** the loop of [notebook 02](02_naive_scan.ipynb), the chunks of
 # [notebook 03](03_chunkwise_ssd.ipynb) and the block of
-# [notebook 07](07_block_and_model.ipynb); for the last third, Triton as in
-# [notebook 05](05_triton_kernel.ipynb).
+# [notebook 07](07_block_and_model.ipynb); for its kernels, Triton as in
+# [notebook 05](05_triton_kernel.ipynb), and for exact decode notebook
+# [06](06_rotary_fusion.ipynb).
 #
-# **It takes** about 20 seconds to run on two CPU cores, and about an hour to read with
-# care.
+# **It takes** about 30 seconds to run on two CPU cores, and about two hours to read
+# with care.
 #
 # **Where its cells go**: the exported cells make `mamba3lite/models/decode.py`, which
-# `mamba3lite generate` runs on.
+# `mamba3lite generate` runs on, and `mamba3lite/models/batch_invariant.py`, what a
+# batch-invariant model is made of.
 
 # %% [markdown]
 # ## The tools
@@ -62,7 +67,7 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
 plt.rcParams.update(
     {
-        "figure.dpi": 64,
+        "figure.dpi": 58,
         "figure.figsize": (7.8, 2.9),
         "figure.constrained_layout.use": True,
         "axes.titlesize": 11,
@@ -288,12 +293,8 @@ def _recurrence(layer, proj, state):
 
 def _through_block(layer, u, scan):
     """The block of notebook 07 around a scan of its projection, proj -> y."""
-    y = scan(layer.in_proj(layer.norm_ssd(u)))
-    if not torch.is_autocast_enabled(y.device.type):
-        y = y.to(layer.mimo.weight.dtype)
-    u = u + layer.out_proj(layer.mimo(y).flatten(-2))
-    gate, up = layer.ffn_gate_up(layer.norm_ffn(u)).chunk(2, dim=-1)
-    return u + layer.ffn_down(F.silu(gate) * up)
+    u, proj = layer._project(u)
+    return layer._finish(u, scan(proj))
 
 
 def _products_in(cache: RecurrentCache):
@@ -1143,6 +1144,1786 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
+# The second half of this notebook is about bits.
+
+# %%
+import torch.nn.functional as F
+
+import mamba3lite.models.decode  # before operators are registered here again
+
+# %% [markdown]
+# ## The same numbers, and other bits
+# A model writes a text. Afterwards the text is read again, in one forward pass, and the
+# probability of each of its tokens is computed a second time. Is it the same number?
+# Reinforcement learning divides the one by the other; where the quotient should be 1,
+# rounding must not decide. And whoever serves several users would like the answer to
+# one of them not to depend on who else is there.
+#
+# A small model, decoded by its recurrence, against its own full forward: which of the
+# logits are the same in every bit?
+
+
+# %%
+def tiny_model(**changes):
+    """A model whose every position matters; the same weights at each call."""
+    torch.manual_seed(0)
+    fields = dict(vocab_size=61, d_model=32, n_layers=2, n_heads=2, head_dim=16)
+    fields |= dict(state_dim=16, chunk_size=16, ffn_dim=48, init_std=0.3)
+    fields |= dict(a_init="spectrum") | changes
+    return Mamba3Transformer(fields).requires_grad_(False).to(device)
+
+
+model = tiny_model()
+torch.manual_seed(1)
+tokens = torch.randint(61, (1, 64), device=device)
+full = model(tokens)[0]
+states, steps = None, []
+for token in tokens.T:
+    logits, states = model(token[None], states=states, return_states=True)
+    steps.append(logits[0, 0])
+steps = torch.stack(steps)
+assert (steps - full).norm() < 1e-5 * full.norm(), "equal to rounding"
+ulps = steps.view(torch.int32).int() - full.view(torch.int32).int()
+differ = (ulps != 0).any(1)
+print(f"{differ.sum()} of {len(differ)} rows differ in some bit")
+assert differ.float().mean() > 0.9
+
+# %%
+fig, axis = plt.subplots(figsize=(7.2, 2.6))
+shown = ulps.abs().clamp(max=64).float().cpu().T
+image = axis.imshow(shown, aspect="auto", cmap="cividis", interpolation="nearest")
+axis.set(xlabel="token (position)", ylabel="logit (index)")
+axis.set_title("Recurrent decode: hardly a logit has the bits of the full forward")
+fig.colorbar(image, label="distance in float32 numbers\n(64: at least so many)")
+plt.show()
+
+# %% [markdown]
+# The formula is the same, and no step of it is wrong. But a sum in floating point
+# depends on its order, and the scan adds in another order than the loop; the products
+# around it do too, because a library picks another kernel for one row than for sixty.
+
+# %%
+one, big = torch.tensor(1.0), torch.tensor(2.0**24)
+assert (big + one) + one == big and big + (one + one) == big + 2
+
+# %% [markdown]
+# There are three places to repair. Every layer must compute a row in one way, however
+# many rows there are: that is the first half of what follows. The scan must always take
+# the same of its two ways. And decoding must not switch to the recurrence: it has to
+# repeat, for its one row, what the scan did.
+#
+# ## Rows that do not see their neighbors
+# On a GPU the tools are kernels of our own. On a CPU the matrix library is not ours;
+# the last section shows what to do there.
+
+# %% tags=["export:batch_invariant"]
+from functools import cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# %% [markdown]
+# ### Starting before the one before has ended
+# A step of decoding is some 250 small kernels in a row, and each starts when the one
+# before has ended: a microsecond of nothing, 250 times. Newer devices can start a
+# kernel while its predecessor still runs (NVIDIA calls it programmatic dependent
+# launch). It must then wait by itself before it reads anything new. Weights are not
+# new: they are asked for before the wait.
+
+# %% tags=["export:batch_invariant"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _wait(EARLY: tl.constexpr):
+        """Go on when the kernel before has ended, and let the next one start."""
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+
+    @triton.jit
+    def _fetch_rows(w_ptr, column, columns, K: tl.constexpr, EARLY: tl.constexpr):
+        """Ask for rows of w before it is this kernel's turn: w is there already."""
+        if EARLY:
+            line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+            lines: tl.constexpr = triton.next_power_of_2((K + line - 1) // line)
+            k = tl.minimum(tl.arange(0, lines) * line, K - 1)
+            row = tl.minimum(column, columns - 1).to(tl.int64)
+            at = w_ptr + row[:, None] * K + k[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+def _early(z: Tensor) -> dict[str, bool]:
+    """Options of a kernel of a step that may start early, where the device has that."""
+    early = z.is_cuda and torch.cuda.get_device_capability(z.device)[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+# %% [markdown]
+# ### One product
+# A number of $x W^\top$ is a sum over $k$. What decides its bits is the order of that
+# sum, nothing else: not which rows lie in the same tile, nor how wide the tile is. So
+# the kernel takes $k$ in steps from the first to the last, whatever the shape, and
+# never splits $k$ over programs, the usual trick where there are few rows. Then a tile
+# of 16 rows for decoding and one of 128 for training agree, provided the matrix unit
+# itself adds alike in both. On an H200 it does; `tiles_agree` looks on every other
+# device, and where it does not, decoding takes the large tile.
+#
+# float32 operands are multiplied as they are (`"ieee"`), whatever PyTorch has been told
+# about TF32.
+
+# %% tags=["export:batch_invariant"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _products(
+        x_ptr, w_ptr, row, rows, column, columns, K: tl.constexpr,
+        BLOCK_K: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """Rows of x times rows of w, float32, summed from the first k to the last."""
+        k = tl.arange(0, BLOCK_K)
+        x_ptr += row.to(tl.int64)[:, None] * K + k[None, :]
+        w_ptr += column.to(tl.int64)[:, None] * K + k[None, :]
+        x_here, w_here = (row < rows)[:, None], (column < columns)[:, None]
+        acc = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            if K % BLOCK_K == 0:
+                x = tl.load(x_ptr + k0, mask=x_here, other=0.0)
+                w = tl.load(w_ptr + k0, mask=w_here, other=0.0)
+            else:
+                inside = (k0 + k < K)[None, :]
+                x = tl.load(x_ptr + k0, mask=x_here & inside, other=0.0)
+                w = tl.load(w_ptr + k0, mask=w_here & inside, other=0.0)
+            if EMULATE:  # the interpreter multiplies bfloat16 wrongly
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            acc = tl.dot(x, tl.trans(w), acc=acc, input_precision="ieee")
+        return acc
+
+    @triton.jit
+    def _tile_of(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """Rows and columns of a program's tile; eight tiles of rows share columns."""
+        program, across = tl.program_id(0), tl.cdiv(columns, BLOCK_N)
+        group = program // (8 * across)
+        size = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * 8, 8)
+        place = program % (8 * across)
+        row = (group * 8 + place % size) * BLOCK_M + tl.arange(0, BLOCK_M)
+        return row, place // size * BLOCK_N + tl.arange(0, BLOCK_N)
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _row_linear_kernel(
+        x_ptr, w_ptr, u_ptr, out_ptr, rows, columns, K: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        ADD: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """out = x w^T; ADD: u + x w^T, the product rounded to the dtype of x.
+
+        One program a (BLOCK_M, BLOCK_N) tile.
+        """
+        row, column = _tile_of(rows, columns, BLOCK_M, BLOCK_N)
+        _fetch_rows(w_ptr, column, columns, K, EARLY)
+        _wait(EARLY)
+        acc = _products(x_ptr, w_ptr, row, rows, column, columns, K, BLOCK_K, EMULATE)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        if ADD:
+            acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
+            acc = tl.load(u_ptr + at, mask=mask, other=0.0) + acc
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) by how many rows there are at most, for
+# numbers of 2 and of 4 bytes. The steps along k never change; a sum over k is the same
+# in every tile, which `tiles_agree` checks on each device.
+_TILES = {
+    2: {16: (16, 16, 64, 4, 6), 256: (32, 32, 64, 4, 5), None: (128, 128, 64, 8, 3)},
+    4: {16: (16, 16, 32, 4, 5), 256: (32, 32, 32, 4, 4), None: (64, 64, 32, 8, 3)},
+}
+
+
+def _tile(rows: int, bytes_: int) -> tuple[int, ...]:
+    """The tile for so many rows."""
+    tiles = _TILES[bytes_]
+    return next(tiles[most] for most in tiles if most is None or rows <= most)
+
+
+def _tiling(tile: tuple[int, ...]) -> dict[str, int]:
+    """Launch options of a tile."""
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+    return dict(zip(names, tile, strict=True))
+
+
+def _launch_linear(x, weight, out, u=None, tile=None, early=None) -> Tensor:
+    """out = x weight^T, plus u; rounded to the dtype of x unless out has another.
+
+    early: from `_early`, in a step; else the kernel waits for the one before.
+
+    Shapes: x (rows, K), weight (columns, K), out and u (rows, columns). Returns: out.
+    """
+    rows, K = x.shape
+    columns = weight.shape[0]
+    tile = tile or _checked_tile(rows, x)
+    grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
+    with torch.cuda.device_of(x):
+        _row_linear_kernel[grid](
+            x, weight, out if u is None else u, out, rows, columns, K=K,
+            ADD=u is not None, EMULATE=_interpreted(), **_tiling(tile),
+            **(early or {"EARLY": False}),
+        )  # fmt: skip
+    return out
+
+
+def _checked_tile(rows: int, x: Tensor) -> tuple[int, ...]:
+    """A tile for so many rows, or the largest where tiles do not agree."""
+    agree = not x.is_cuda or tiles_agree(x.device)
+    return _tile(rows if agree else 2**31, x.element_size())
+
+
+@cache
+def tiles_agree(device: torch.device) -> bool:
+    """Whether a row of a product has the same bits in every tile, on this device."""
+    g = torch.Generator(device).manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, weight = (
+            torch.randn(rows, 512, generator=g, device=device).to(dtype)
+            for rows in (128, 192)
+        )
+        wanted, *others = (
+            _launch_linear(
+                x, weight, x.new_empty(128, 192, dtype=torch.float32), tile=t
+            )
+            for t in reversed(_TILES[x.element_size()].values())
+        )
+        if not all(torch.equal(wanted, other) for other in others):
+            return False
+    return True
+
+
+# %%
+x, weight = torch.randn(40, 48, device=device), torch.randn(24, 48, device=device)
+product = _launch_linear(x, weight, x.new_empty(40, 24))
+assert (product - x @ weight.T).abs().max() < 1e-4
+for tile in _TILES[4].values():
+    again = _launch_linear(x, weight, x.new_empty(40, 24), tile=tile)
+    assert (again - product).abs().max() < 1e-5  # on a GPU: the same bits
+if device.type == "cuda":
+    assert tiles_agree(device)
+
+# %% [markdown]
+# ### Its operator
+# The forward is promised, bit for bit; the backward is two ordinary products.
+
+
+# %% tags=["export:batch_invariant"]
+@torch.library.custom_op(
+    "mamba3lite::row_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, bool in_float32) -> Tensor",
+)
+def _linear(x, weight, in_float32):
+    """x weight^T in the dtype of x, or as summed."""
+    dtype = torch.float32 if in_float32 else x.dtype
+    out = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    _launch_linear(rows, weight.contiguous(), out.view(-1, len(weight)))
+    return out
+
+
+@_linear.register_fake
+def _fake_linear(x, weight, in_float32):
+    dtype = torch.float32 if in_float32 else x.dtype
+    return x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
+
+
+def _save_linear(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _differentiate_linear(ctx, dout):
+    x, weight = ctx.saved_tensors
+    dout = dout.to(x.dtype)
+    flat = dout.flatten(0, -2)
+    return dout @ weight, flat.T @ x.flatten(0, -2), None
+
+
+_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
+
+
+def _working_dtype(device: torch.device) -> torch.dtype:
+    """What products multiply: the dtype of autocast where it is on, else float32."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return torch.float32
+
+
+def linear(
+    x: Float[Tensor, "*rows K"], weight: Float[Tensor, "columns K"], *,
+    in_float32: bool = False,
+) -> Float[Tensor, "*rows columns"]:  # fmt: skip
+    """x weight^T; a row of it depends on that row of x alone, in every bit.
+
+    Operands are rounded to the dtype of autocast where it is on; else they are float32,
+    and so are the products ("ieee"). Sums are float32.
+
+    Args: in_float32: return the sums, not rounded.
+
+    Source: notebook 09, "One product".
+    """
+    dtype = _working_dtype(x.device)
+    return _linear(x.to(dtype), weight.to(dtype), in_float32)
+
+
+# %% [markdown]
+# ### Sums over a row
+# RMSNorm and the softmax add up a row. One program takes one row, in blocks that do not
+# depend on how many rows there are. SwiGLU adds nothing up, but its exponential must be
+# the same one everywhere; the device function is shared with decoding.
+
+# %% tags=["export:batch_invariant"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _row_norm_kernel(
+        u_ptr, gain_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """out = u / sqrt(mean(u^2) + eps) * gain; one program a row."""
+        _wait(EARLY)
+        i = tl.arange(0, BLOCK)
+        row = tl.program_id(0).to(tl.int64) * WIDTH
+        u = tl.load(u_ptr + row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+        gain = tl.load(gain_ptr + i, mask=i < WIDTH, other=0.0)
+        out = u * (1.0 / tl.sqrt(tl.sum(u * u, 0) / WIDTH + eps)) * gain
+        tl.store(out_ptr + row + i, out.to(out_ptr.dtype.element_ty), mask=i < WIDTH)
+
+    @triton.jit
+    def _gated(gate, up):
+        """silu(gate) up, in float32."""
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+    @triton.jit
+    def _row_swiglu_kernel(both_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+        """out = silu(gate) up with both = [gate, up]; one program BLOCK of a row."""
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row = tl.program_id(0).to(tl.int64)
+        gate_ptr = both_ptr + row * 2 * WIDTH + i
+        gate = tl.load(gate_ptr, mask=i < WIDTH, other=0.0)
+        up = tl.load(gate_ptr + WIDTH, mask=i < WIDTH, other=0.0)
+        out = _gated(gate, up).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * WIDTH + i, out, mask=i < WIDTH)
+
+    @triton.jit
+    def _row_log_softmax_kernel(
+        x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """out = x - log(sum(exp(x))); one program a row, in blocks of always BLOCK."""
+        i = tl.arange(0, BLOCK)
+        row = tl.program_id(0).to(tl.int64) * WIDTH
+        most = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            x = tl.load(x_ptr + row + start + i, mask=start + i < WIDTH,
+                        other=float("-inf"))  # fmt: skip
+            most = tl.maximum(most, x)
+        top = tl.max(most, 0)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            x = tl.load(x_ptr + row + start + i, mask=start + i < WIDTH,
+                        other=float("-inf"))  # fmt: skip
+            total += tl.exp(x - top)
+        norm = tl.log(tl.sum(total, 0))
+        for start in range(0, WIDTH, BLOCK):
+            here = start + i < WIDTH
+            x = tl.load(x_ptr + row + start + i, mask=here, other=0.0)
+            tl.store(out_ptr + row + start + i, x - top - norm, mask=here)
+
+
+def _block(width: int, most: int) -> int:
+    """The power of two that holds a row, or the most."""
+    return min(triton.next_power_of_2(width), most)
+
+
+def _launch_rms_norm(u, gain, out, eps, early=None) -> Tensor:
+    """RMSNorm of each row of u into out, in the dtype of out. Returns: out."""
+    width = u.shape[-1]
+    with torch.cuda.device_of(u):
+        _row_norm_kernel[(u.numel() // width,)](
+            u, gain, out, eps, WIDTH=width, BLOCK=_block(width, 2**16), num_warps=4,
+            **(early or {"EARLY": False}),
+        )  # fmt: skip
+    return out
+
+
+def _launch_swiglu(both, out) -> Tensor:
+    """SwiGLU of each row of both into out. Returns: out."""
+    width = out.shape[-1]
+    block = _block(width, 1024)
+    with torch.cuda.device_of(both):
+        _row_swiglu_kernel[(out.numel() // width, triton.cdiv(width, block))](
+            both, out, WIDTH=width, BLOCK=block
+        )
+    return out
+
+
+def _launch_log_softmax(logits, out) -> Tensor:
+    """log_softmax of each row into out, which may be logits. Returns: out."""
+    width = logits.shape[-1]
+    with torch.cuda.device_of(logits):
+        _row_log_softmax_kernel[(logits.numel() // width,)](
+            logits, out, WIDTH=width, BLOCK=2048, num_warps=8
+        )
+    return out
+
+
+# %% [markdown]
+# ### Their operators
+
+
+# %% tags=["export:batch_invariant"]
+@torch.library.custom_op(
+    "mamba3lite::row_rms_norm",
+    mutates_args=(),
+    schema="(Tensor u, Tensor gain, float eps, ScalarType dtype) -> Tensor",
+)
+def _rms_norm(u, gain, eps, dtype):
+    """RMSNorm of each row, in dtype."""
+    u = u.contiguous()
+    return _launch_rms_norm(u, gain, torch.empty_like(u, dtype=dtype), eps)
+
+
+@_rms_norm.register_fake
+def _fake_rms_norm(u, gain, eps, dtype):
+    return u.new_empty(u.shape, dtype=dtype)
+
+
+def _save_rms_norm(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2])
+    ctx.eps = inputs[2]
+
+
+def _differentiate_rms_norm(ctx, dout):
+    u, gain = ctx.saved_tensors
+    dout, u_ = dout.float(), u.float()
+    scale = torch.rsqrt(u_.square().mean(-1, keepdim=True) + ctx.eps)
+    unit = u_ * scale
+    dunit = dout * gain
+    du = (dunit - unit * (dunit * unit).mean(-1, keepdim=True)) * scale
+    return du.to(u.dtype), (dout * unit).flatten(0, -2).sum(0), None, None
+
+
+_rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_save_rms_norm)
+
+
+@torch.library.custom_op(
+    "mamba3lite::row_swiglu", mutates_args=(), schema="(Tensor both) -> Tensor"
+)
+def _swiglu(both):
+    """silu(gate) up for each row of both."""
+    both = both.contiguous()
+    out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+    return _launch_swiglu(both, out)
+
+
+@_swiglu.register_fake
+def _fake_swiglu(both):
+    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+
+
+def _save_swiglu(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_swiglu(ctx, dout):
+    (both,) = ctx.saved_tensors
+    gate, up = both.chunk(2, -1)
+    dgate = torch.ops.aten.silu_backward(dout * up, gate)
+    return torch.cat([dgate, dout * nn.functional.silu(gate)], -1)
+
+
+_swiglu.register_autograd(_differentiate_swiglu, setup_context=_save_swiglu)
+
+
+def swiglu(both: Float[Tensor, "*rows two_f"]) -> Float[Tensor, "*rows f"]:
+    """silu(gate) up for both = [gate, up].
+
+    Source: notebook 09, "Sums over a row".
+    """
+    return _swiglu(both)
+
+
+def norm(u: Float[Tensor, "*rows d"], module: nn.RMSNorm) -> Float[Tensor, "*rows d"]:
+    """RMSNorm of each row by a program of its own, in the dtype that products read.
+
+    Args: module: whose gain and epsilon are used.
+
+    Source: notebook 09, "Sums over a row".
+    """
+    return _rms_norm(u, module.weight, module.eps, _working_dtype(u.device))
+
+
+def add_norm(
+    u: Float[Tensor, "*rows d"],
+    branch: Float[Tensor, "*rows d"] | None,
+    module: nn.RMSNorm,
+) -> tuple[Float[Tensor, "*rows d"], Float[Tensor, "*rows d"]]:
+    """The stream with a branch added to it, and `norm` of that.
+
+    Source: notebook 09, "Sums over a row".
+    """
+    total = u if branch is None else u + branch
+    return total, norm(total, module)
+
+
+# %% [markdown]
+# ### Log-probabilities
+# Sampling and training meet here: both read the log-probability of a token from this
+# function, and so does the loss of a batch-invariant model. On a CPU, rows are taken 16
+# at a time, because PyTorch treats the last few of a number that is no multiple of the
+# vector length in another way.
+
+# %% tags=["export:batch_invariant"]
+_ROWS_AT_ONCE = 16  # on a CPU, where the bits of a row depend on how many there are
+
+
+@torch.library.custom_op(
+    "mamba3lite::row_log_softmax", mutates_args=(), schema="(Tensor logits) -> Tensor"
+)
+def _log_softmax(logits):
+    """log_softmax of each row of (rows, V) float32."""
+    if HAS_TRITON and logits.is_cuda:
+        logits = logits.contiguous()
+        return _launch_log_softmax(logits, torch.empty_like(logits))
+    rows = len(logits)
+    blocks = torch.nn.functional.pad(logits, (0, 0, 0, -rows % _ROWS_AT_ONCE))
+    done = [block.log_softmax(-1) for block in blocks.split(_ROWS_AT_ONCE)]
+    return torch.cat(done)[:rows].contiguous()
+
+
+@_log_softmax.register_fake
+def _fake_log_softmax(logits):
+    return torch.empty_like(logits)
+
+
+def _save_log_softmax(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _differentiate_log_softmax(ctx, dout):
+    (log_p,) = ctx.saved_tensors
+    return dout - log_p.exp() * dout.sum(-1, keepdim=True)
+
+
+_log_softmax.register_autograd(
+    _differentiate_log_softmax, setup_context=_save_log_softmax
+)
+
+
+def log_softmax(logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+    """log_softmax over the last axis, float32; a row depends on that row alone.
+
+    Source: notebook 09, "Log-probabilities".
+    """
+    flat = logits.float().reshape(-1, logits.shape[-1])
+    return _log_softmax(flat).view(logits.shape)
+
+
+def token_log_probs(
+    logits: Float[Tensor, "*rows V"], tokens: Int[Tensor, "*rows"]
+) -> Float[Tensor, "*rows"]:
+    """Log-probability of one token a row, float32.
+
+    The logits of a decoded step and those of a full forward give the same bits, and so
+    does the loss, which uses the same function.
+
+    Args: tokens: ids in [0, V).
+
+    Source: notebook 09, "Log-probabilities".
+    """
+    return log_softmax(logits).gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
+
+
+# %%
+logits = 5 * torch.randn(37, 61, device=device)
+log_p = log_softmax(logits)
+assert (log_p.double() - logits.double().log_softmax(-1)).abs().max() < 1e-5
+assert torch.equal(log_softmax(logits[20:23]), log_p[20:23])
+
+# %% [markdown]
+# ### The scan, one way only
+# The fused scan of notebook 06 walks through the chunks when there are many sequences
+# and heads, and computes all chunks at once when there are few. Both are right, and
+# they round differently: one carries the state in registers, the other puts what a
+# chunk adds into memory first. A batch-invariant model always takes the second
+# (`walk=False`), which also fills the device when a single long sequence is read.
+
+# %%
+from mamba3lite.models.ssd_fused import ssd_fused
+
+torch.manual_seed(2)
+A = torch.complex(-torch.rand(2), torch.randn(2)).to(device)
+proj = torch.randn(1, 48, 2 * (16 + 4 * 16 + 1), device=device)
+sizes = dict(n_heads=2, head_dim=16, state_dim=16, chunk_size=16, precision="bf16")
+walked, at_once = (ssd_fused(proj, A, **sizes, walk=walk) for walk in (True, False))
+assert (walked - at_once).norm() < 1e-2 * at_once.norm()
+rows = (walked != at_once).flatten(2).any(2)[0]
+print(f"{rows.sum()} of {len(rows)} rows differ between the two ways")
+assert rows[32:].all(), "of the third chunk, the first whose state both had to add up"
+
+# %% [markdown]
+# ## Exact decode
+# The output of a token needs two things: the state at the last chunk boundary, and the
+# tokens since. The scan never looks further, so neither need decoding:
+# $$y_l = \underbrace{e^{U_l}\, q_l\, G}_{\text{the past, as one state}} +
+# \sum_{s \le l} \underbrace{q_l \cdot k_s\, e^{U_l - U_s}\, x_s}_{\text{the open
+# chunk}} .$$
+# A slot therefore keeps $G$ at the last boundary, not after the last token, and the raw
+# $x$, $B$ and dt of the open chunk. A step writes its token into the chunk, computes
+# the one row $l$ in a tile of 16 rows whose others are zero, and only when the chunk is
+# full carries the state over it, by the expressions of training.
+
+# %%
+C, at, total = 16, 37, 48
+start = at // C * C
+kinds = ["state" if t < start else "open" if t <= at else "none" for t in range(total)]
+assert kinds.count("open") == at - start + 1 <= C
+fig, axis = plt.subplots(figsize=(7.6, 1.7))
+fills = {"state": SKY, "open": ORANGE, "none": "#EEEEEE"}
+for t, kind in enumerate(kinds):
+    axis.barh(0, 0.9, left=t, color=RED if t == at else fills[kind])
+for edge in range(0, total + 1, C):
+    axis.axvline(edge - 0.05, color=BLACK, lw=1.2)
+axis.text(start / 2, 0.6, "only their state G is kept", ha="center")
+axis.text(start + 0.5, 0.6, "open chunk")
+axis.set(xlim=(0, total), ylim=(-0.5, 0.9), yticks=[], xlabel="token (position)")
+axis.spines["left"].set_visible(False)
+axis.set_title("What the red token reads, with chunks of 16")
+plt.show()
+
+# %% [markdown]
+# ### What a slot keeps
+# `open` holds the columns of `in_proj` as they came, all but those of C, which only the
+# current token needs. In float32 that and the state are 36.8 MB for the default model,
+# 25.8 MB with a chunk in bfloat16, after a thousand tokens or a million.
+#
+# On a CPU, and wherever the kernels cannot run, the chunk is kept as tokens.
+
+# %% tags=["export"]
+import warnings
+from collections import Counter
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mamba3lite.models import batch_invariant
+from mamba3lite.models.batch_invariant import (
+    _block,
+    _checked_tile,
+    _early,
+    _launch_linear,
+    _launch_rms_norm,
+    _tiling,
+    _working_dtype,
+)
+from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from mamba3lite.models.batch_invariant import (
+        _fetch_rows,
+        _gated,
+        _products,
+        _tile_of,
+        _wait,
+    )
+    from mamba3lite.models.ssd_fused import (
+        _chunk_sum,
+        _exp_where,
+        _from_entry,
+        _from_state,
+        _from_tokens,
+        _keys,
+        _load_edge,
+        _load_pair,
+        _operands,
+        _passed_on,
+        _read_gates,
+        _scores,
+        _store_edge,
+        _store_gates,
+    )
+
+ROW_BLOCK_SIZE_M = 16  # height of the tile that holds the one row of a step
+
+# How often each part of exact decode was launched, by name; "training kernels" counts
+# the steps of layers that had to do without the row kernels.
+launches: Counter[str] = Counter()
+
+
+class ExactCache:
+    """What exact decode keeps of the sequences in `slots` slots.
+
+    For each layer and slot, the float32 state at the last completed chunk boundary,
+    and the open chunk. Where the row kernels run (`ssd_dispatch="fused"`) that is x, B
+    and dt of its tokens, as the projection gave them; elsewhere it is the tokens, which
+    are replayed. The memory does not depend on how long a sequence is.
+
+    Args:
+        model: a `Mamba3Transformer` with batch_invariant. Autocast decides, here and in
+            each later call alike, whether the chunk is kept in bfloat16 or float32.
+        slots: how many sequences at most.
+
+    Raises: ValueError: the model is not batch-invariant, or slots below 1.
+
+    Source: notebook 09, "What a slot keeps".
+    """
+
+    def __init__(self, model: nn.Module, slots: int) -> None:
+        cfg = model.cfg
+        if not cfg.batch_invariant:
+            raise ValueError(
+                "ExactCache: the model has batch_invariant=False; its full forward "
+                "depends on the batch. Set batch_invariant: true"
+            )
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise ValueError(f"ExactCache: slots is {slots!r}; wanted at least 1")
+        device = model.embed.weight.device
+        self.slots, self.layers, self.by_rows = slots, cfg.n_layers, model.by_rows()
+        self.chunk = model.chunk()
+        H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
+        self.dtype = _working_dtype(device) if self.by_rows else torch.float32
+        self.states = torch.zeros(
+            cfg.n_layers, slots, H, D, N, dtype=torch.complex64, device=device
+        )
+        self.cursor = torch.zeros(slots, dtype=torch.int32, device=device)
+        shape = (slots, self.chunk)
+        kind = {"dtype": torch.int64, "device": device}
+        if self.by_rows:  # columns x, Re B, Im B and dt
+            shape = (cfg.n_layers, *shape, H * (D + 2 * N + 1))
+            kind["dtype"] = self.dtype
+        self.open = torch.zeros(shape, **kind)
+        self._weights: dict[int, tuple[tuple, Tensor]] = {}
+
+    @property
+    def nbytes_per_slot(self) -> int:
+        """Bytes of a slot, over all layers."""
+        held = (self.states, self.cursor, self.open)
+        return sum(z.numel() * z.element_size() for z in held) // self.slots
+
+    def reset(self, slots: Int[Tensor, "E"]) -> None:
+        """Empty these slots: the next token is the first of a sequence."""
+        slots = slots[slots >= 0].long()
+        self.states[:, slots] = 0
+        self.cursor[slots] = 0
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter in the dtype that products read, copied when it has changed."""
+        if parameter.dtype == self.dtype:
+            return parameter.detach()
+        version = (parameter._version, parameter.data_ptr())
+        held = self._weights.get(id(parameter))
+        if held is None:
+            copy = parameter.detach().to(self.dtype)
+        elif held[0] == version:
+            return held[1]
+        else:  # in place: a captured graph reads the copy
+            copy = held[1].copy_(parameter.detach())
+        self._weights[id(parameter)] = (version, copy)
+        return copy
+
+
+def _check_states(states: Tensor) -> None:
+    """Refuse boundary states that are not float32."""
+    if states.dtype not in (torch.float32, torch.complex64):
+        raise TypeError(
+            f"boundary states are {states.dtype}; wanted complex64 or float32 pairs: a "
+            "rounded state changes every later chunk"
+        )
+
+
+# %%
+layers, H, D, N, Q = 28, 16, 64, 64, 64
+state, row = H * D * N * 8, H * (D + 2 * N + 1)
+slot = {
+    kind: layers * (state + Q * row * size) for kind, size in (("f32", 4), ("bf16", 2))
+}
+assert round(slot["f32"] / 1e6, 1) == 36.8 and round(slot["bf16"] / 1e6, 1) == 25.7
+assert round(layers * state / 1e6, 1) == 14.7, "what the recurrence keeps"
+
+# %% [markdown]
+# ### Scores of one row
+# The gates first, by the very function that the training kernel calls, over the whole
+# chunk: cumulative sums depend on the shape of the tile and on the number of warps, so
+# both are those of training. Then the row $q_l k_s^\top$, in the blocks of training.
+
+# %% tags=["export"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _bmm_row_kernel(
+        C_ptr, open_ptr, A_ptr, gates_ptr, cb_ptr, slots_ptr, target_ptr, start_ptr,
+        H, W, D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """Gates of the open chunk, and one row of scores q k^T.
+
+        Grid (E H). Tokens after the row count as if they were not there; the row is the
+        first of a tile whose others are zero.
+        """
+        _wait(EARLY)
+        program = tl.program_id(0)
+        e, h = program // H, program % H
+        if tl.load(slots_ptr + e) >= 0:
+            target = tl.load(target_ptr + e)
+            open_ptr += tl.load(start_ptr + e).to(tl.int64) * W
+            gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
+            step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
+            here, one = step <= target, (lane == 0)[:, None]
+            _store_gates(
+                open_ptr + H * (D + 2 * N) + h, A_ptr + 2 * h, A_ptr, gates, step,
+                here, W, BLOCK_C, False, EMULATE,
+            )  # fmt: skip
+            cos, sin, _, _ = _read_gates(gates, step, BLOCK_C, False)
+            cos_row, sin_row, _, _ = _read_gates(
+                gates, target + 0 * lane, BLOCK_C, False
+            )
+            M = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+            for n0 in tl.static_range(0, N, BLOCK_N):
+                n = h * N + n0 + tl.arange(0, BLOCK_N)[None, :]
+                B_re, B_im = _load_pair(
+                    open_ptr + H * D, H * N, step[:, None] * W + n, here[:, None]
+                )
+                C_re, C_im = _load_pair(
+                    C_ptr + e.to(tl.int64) * 2 * H * N,
+                    H * N,
+                    0 * lane[:, None] + n,
+                    one,
+                )
+                k_re, k_im = _keys(B_re, B_im, cos, sin, PRECISION, EMULATE)
+                q_re, q_im = _keys(C_re, -C_im, cos_row, sin_row, PRECISION, EMULATE)
+                M = _scores(q_re, q_im, k_re, k_im, M, PRECISION)
+            at = program.to(tl.int64) * BLOCK_C + 0 * lane[:, None] + step[None, :]
+            tl.store(cb_ptr + at, M, mask=one & (step[None, :] >= 0))
+
+
+# %% [markdown]
+# ### Outputs of one row
+# Every line below has its twin in the output kernel of notebook 06, and calls the same
+# device function: `_keys` turns, `_from_state` reads the state, `_from_tokens` adds
+# what the chunk brings.
+
+# %% tags=["export"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _as_kept(re, im, PRECISION: tl.constexpr):
+        """A state as training keeps it between its kernels."""
+        if PRECISION == "bf16":
+            re, im = re.to(tl.bfloat16), im.to(tl.bfloat16)
+        return re.to(tl.float32), im.to(tl.float32)
+
+    @triton.jit
+    def _chunk_scan_row_kernel(
+        cb_ptr, open_ptr, gates_ptr, C_ptr, out_ptr, slots_ptr, target_ptr, start_ptr,
+        states_ptr, H, W, D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """y of one row: from the tokens of the open chunk and the state before it.
+
+        Grid (E H); 0 for a padding lane.
+        """
+        _wait(EARLY)
+        program = tl.program_id(0)
+        e, h = program // H, program % H
+        step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
+        d, one = tl.arange(0, D), (lane == 0)[:, None]
+        Y = tl.zeros((BLOCK_M, D), tl.float32)
+        slot = tl.load(slots_ptr + e)
+        if slot >= 0:
+            target = tl.load(target_ptr + e)
+            open_ptr += tl.load(start_ptr + e).to(tl.int64) * W
+            gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
+            cos, sin, U_row, document = _read_gates(
+                gates, target + 0 * lane, BLOCK_C, False
+            )
+            _, _, U, _ = _read_gates(gates, step, BLOCK_C, False)
+            edge = (slot.to(tl.int64) * H + h) * D * N
+            for n0 in tl.static_range(0, N, BLOCK_N):
+                n = n0 + tl.arange(0, BLOCK_N)
+                C_re, C_im = _load_pair(
+                    C_ptr + e.to(tl.int64) * 2 * H * N, H * N,
+                    0 * lane[:, None] + h * N + n[None, :], one,
+                )  # fmt: skip
+                G_re, G_im = _load_edge(
+                    states_ptr, edge + d[None, :] * N + n[:, None], False, True
+                )
+                q_re, q_im = _keys(C_re, -C_im, cos, sin, PRECISION, EMULATE)
+                G_re, G_im = _as_kept(G_re, G_im, PRECISION)
+                G_re, G_im = _operands(G_re, G_im, PRECISION, EMULATE)
+                Y = _from_state(q_re, q_im, G_re, G_im, Y, PRECISION)
+            here = step <= target
+            cb_at = program.to(tl.int64) * BLOCK_C + 0 * lane[:, None] + step[None, :]
+            M = tl.load(cb_ptr + cb_at, mask=one & here[None, :], other=0.0)
+            x_at = step[:, None] * W + h * D + d[None, :]
+            x = tl.load(open_ptr + x_at, mask=here[:, None], other=0.0)
+            decay = _exp_where(here[None, :], U_row[:, None] - U[None, :])
+            entry = _from_entry(U_row, document)
+            Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE)
+        y_at = program.to(tl.int64) * D + 0 * lane[:, None] + d[None, :]
+        tl.store(
+            out_ptr + y_at, Y.to(out_ptr.dtype.element_ty), mask=one & (d >= 0)[None, :]
+        )
+
+
+# %% [markdown]
+# ### When a chunk is full
+# After the row was read, the state moves to the new boundary. In the bf16 mode training
+# puts what a chunk adds into memory as bfloat16 before it is added; so does this. The
+# state itself stays float32. All layers go in one launch: a layer counts as more slots.
+
+# %% tags=["export"]
+if HAS_TRITON:
+
+    @triton.jit(do_not_specialize=["entries"])
+    def _chunk_state_passing_rows_kernel(
+        open_ptr, gates_ptr, start_ptr, flag_ptr, slots_ptr, states_ptr, entries, H, W,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ENTRIES: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """The boundary state of every entry whose chunk is full, in place.
+
+        Grid (entries / ENTRIES, H, tiles of a state).
+        """
+        _wait(EARLY)
+        h, part = tl.program_id(1), tl.program_id(2)
+        step = tl.arange(0, BLOCK_C)
+        d = part % (D // BLOCK_D) * BLOCK_D + tl.arange(0, BLOCK_D)
+        n = part // (D // BLOCK_D) * BLOCK_N + tl.arange(0, BLOCK_N)
+        for i in range(ENTRIES):
+            e = tl.program_id(0) * ENTRIES + i
+            if tl.load(flag_ptr + e, mask=e < entries, other=0) != 0:
+                slot = tl.load(slots_ptr + e).to(tl.int64)
+                base = open_ptr + tl.load(start_ptr + e).to(tl.int64) * W
+                gates = gates_ptr + (e.to(tl.int64) * H + h) * 4 * BLOCK_C
+                x = tl.load(base + step[:, None] * W + h * D + d[None, :])
+                K_re, K_im = _load_pair(
+                    base + H * D, H * N, step[:, None] * W + h * N + n[None, :], None
+                )
+                zero = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+                added_re, added_im = _chunk_sum(
+                    x, K_re, K_im, zero, zero, gates, BLOCK_C, False, False,
+                    PRECISION, EMULATE,
+                )  # fmt: skip
+                added_re, added_im = _as_kept(added_re, added_im, PRECISION)
+                at = (slot * H + h) * D * N + d[None, :] * N + n[:, None]
+                S_re, S_im = _load_edge(states_ptr, at, False, True)
+                cos, sin, U, last = _read_gates(gates, BLOCK_C - 1, BLOCK_C, False)
+                S_re, S_im = _passed_on(
+                    S_re, S_im, cos, sin, _from_entry(U, last), added_re, added_im
+                )
+                _store_edge(states_ptr, at, S_re, S_im, False)
+
+
+# %% [markdown]
+# ### Launched as training launches
+# The row kernels take their tiles and warps from the launch table of notebook 06.
+# `row_kernel_configs` says None when that would not be enough, and the step falls back
+# to the training kernels themselves.
+
+
+# %% tags=["export"]
+def _pinned_config(kernel: str) -> dict[str, tuple[int, ...]] | None:
+    """The one row of the launch table that a kernel uses, by precision.
+
+    None while there is no such row, and a tuner would choose.
+    """
+    from mamba3lite.models.ssd_fused import _LAUNCH  # it imports triton
+
+    return _LAUNCH.get(kernel)
+
+
+def row_kernel_configs(
+    C: Float[Tensor, "E columns"], chunk_size: int, *,
+    head_dim: int, state_dim: int, precision: str,
+) -> dict[str, dict] | None:  # fmt: skip
+    """Launch options of the training kernels that the row kernels mirror.
+
+    Args: C: the read vectors of a step, for their device. chunk_size: of the kernels.
+
+    Returns: options of "chunks" and "output"; None when a row is not sure to have the
+        bits of training here: a tuner still chooses, or this device failed the check.
+
+    Source: notebook 09, "Launched as training launches".
+    """
+    from mamba3lite.models.ssd_fused import _launch  # it imports triton
+
+    sizes = (head_dim, state_dim, chunk_size, precision)
+    kernels = ("chunks", "output")
+    if any(_pinned_config(kernel) is None for kernel in kernels):
+        return None
+    if C.is_cuda and not _bits_agree(C.device, *sizes):
+        return None
+    options = {kernel: _launch(kernel, precision, head_dim, state_dim)
+               for kernel in kernels}  # fmt: skip
+    shared = {"D": head_dim, "N": state_dim, "BLOCK_C": chunk_size}
+    return {kernel: shared | {"PRECISION": precision} | own
+            for kernel, own in options.items()}  # fmt: skip
+
+
+_LAUNCH_NAMES = ("num_warps", "num_stages", "maxnreg")
+
+
+def _launch_options(config: dict) -> dict[str, int]:
+    """Warps, stages and registers of a config."""
+    return {k: v for k, v in config.items() if k in _LAUNCH_NAMES}
+
+
+def _block_sizes(config: dict) -> dict[str, object]:
+    """What a kernel is compiled for: the sizes of its tiles, and its precision."""
+    rest = {k: v for k, v in config.items() if k not in _LAUNCH_NAMES}
+    return rest | {"EMULATE": _interpreted()}
+
+
+def _heads(x: Tensor, config: dict) -> int:
+    """Heads H of rows x, B and dt."""
+    return x.shape[-1] // (config["D"] + 2 * config["N"] + 1)
+
+
+def bmm_rows(
+    C: Float[Tensor, "E columns"],
+    B: Float[Tensor, "rows width"],
+    chunk_size: int,
+    target_rows: Int[Tensor, "E"],
+    chunk_starts: Int[Tensor, "E"],
+    config: dict[str, dict],
+    *,
+    A: Tensor,
+    slots: Int[Tensor, "E"],
+    dA_cumsum: Float[Tensor, "E H 4 Q"],
+) -> Float[Tensor, "E H Q"]:
+    """One row of scores q k^T for each entry and head; computes the gates on the way.
+
+    The fused path multiplies rotated vectors, so that its scores need the gates; and
+    only the row is kept.
+
+    Args:
+        C: Re C and Im C of the tokens, 2 H N columns.
+        B: rows of x, Re B, Im B and dt, H (D + 2 N + 1) columns; row chunk_starts[e] is
+            the first of the open chunk.
+        target_rows: position of the token in its chunk; later rows are not read.
+        config: from `row_kernel_configs`.
+        A: decay rates, complex64.
+        slots: below 0 for a padding lane, whose row is not written.
+        dA_cumsum: gets cos V, sin V and U of the chunk.
+
+    Source: notebook 09, "Scores of one row".
+    """
+    gates_like, output = config["chunks"], config["output"]
+    H = _heads(B, output)
+    cb = C.new_empty(len(C), H, chunk_size, dtype=torch.float32)
+    launches["bmm_rows"] += 1
+    # Sums over a chunk depend on the number of warps: those of the kernel that, in
+    # training, computes the gates.
+    options = _launch_options(output) | {"num_warps": gates_like["num_warps"]}
+    with torch.cuda.device_of(C):
+        _bmm_row_kernel[(len(C) * H,)](
+            C, B, torch.view_as_real(A), dA_cumsum, cb, slots, target_rows,
+            chunk_starts, H, B.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
+            **_block_sizes(output), **options, **_early(C),
+        )  # fmt: skip
+    return cb
+
+
+def chunk_scan_rows(
+    cb: Float[Tensor, "E H Q"],
+    x: Float[Tensor, "rows width"],
+    dA_cumsum: Float[Tensor, "E H 4 Q"],
+    C: Float[Tensor, "E columns"],
+    out: Float[Tensor, "E H D"],
+    slots: Int[Tensor, "E"],
+    target_rows: Int[Tensor, "E"],
+    chunk_starts: Int[Tensor, "E"],
+    initial_states: Tensor,
+    config: dict[str, dict],
+) -> Float[Tensor, "E H D"]:
+    """The outputs of one row for each entry and head, into `out`.
+
+    Args:
+        cb, dA_cumsum: from `bmm_rows`. (dt has done its work there.)
+        x: rows of x, Re B, Im B and dt, as in `bmm_rows`.
+        initial_states: float32 pairs (S, H, D, N, 2), or complex64: before the chunk.
+        slots: row of initial_states; below 0 for a padding lane, which gets 0.
+
+    Raises: TypeError for states that are not float32.
+
+    Source: notebook 09, "Outputs of one row".
+    """
+    _check_states(initial_states)
+    output = config["output"]
+    H = _heads(x, output)
+    launches["chunk_scan_rows"] += 1
+    with torch.cuda.device_of(x):
+        _chunk_scan_row_kernel[(len(C) * H,)](
+            cb, x, dA_cumsum, C, out, slots, target_rows, chunk_starts,
+            _as_pairs(initial_states), H, x.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
+            **_block_sizes(output), **_launch_options(output), **_early(C),
+        )  # fmt: skip
+    return out
+
+
+def chunk_state_passing_rows(
+    x: Float[Tensor, "rows width"],
+    dA_cumsum: Float[Tensor, "E H 4 Q"],
+    chunk_starts: Int[Tensor, "E"],
+    chunk_flags: Int[Tensor, "E"],
+    slots: Int[Tensor, "E"],
+    states: Tensor,
+    config: dict[str, dict],
+) -> None:
+    """Carry the boundary states of flagged entries over their full chunk, in place.
+
+    Args: as in `chunk_scan_rows`. chunk_flags: not 0 where the chunk is full.
+
+    Raises: TypeError for states that are not float32.
+
+    Source: notebook 09, "When a chunk is full".
+    """
+    _check_states(states)
+    chunks = config["chunks"]
+    H, entries = _heads(x, chunks), len(slots)
+    together = _chunks_per_program(entries)
+    parts = chunks["D"] // chunks["BLOCK_D"] * (chunks["N"] // chunks["BLOCK_N"])
+    launches["chunk_state_passing_rows"] += 1
+    with torch.cuda.device_of(x):
+        _chunk_state_passing_rows_kernel[(-(-entries // together), H, parts)](
+            x, dA_cumsum, chunk_starts, chunk_flags, slots, _as_pairs(states), entries,
+            H, x.shape[-1], ENTRIES=together, **_block_sizes(chunks),
+            **_launch_options(chunks), **_early(x),
+        )  # fmt: skip
+
+
+def _as_pairs(states: Tensor) -> Tensor:
+    """Complex numbers as pairs, where they are not yet."""
+    return torch.view_as_real(states) if states.is_complex() else states
+
+
+def _chunks_per_program(n: int) -> int:
+    """Entries per program, so that about one of them crosses a boundary in a step."""
+    return max(1, min(16, 2 ** (max(n // 16, 1).bit_length() - 1)))
+
+
+# %% [markdown]
+# ### Does this device keep the promise?
+# That a row in a tile of 16 has the bits of the same row in a tile of 64 is a fact
+# about a matrix unit, not a law. The first exact step on a device, and `mamba3lite
+# doctor`, decode two chunks and a half of random numbers and compare every row.
+
+
+# %% tags=["export"]
+@cache
+def _bits_agree(
+    device: torch.device, head_dim: int, state_dim: int, chunk: int, precision: str
+) -> bool:
+    """Whether the row kernels give the bits of the training kernels on this device.
+
+    Every row of two chunks and a half, each from the chunk before it, and the state
+    between them.
+    """
+    return _rows_that_differ(device, head_dim, state_dim, chunk, precision) == 0
+
+
+def _rows_that_differ(device, head_dim, state_dim, chunk, precision) -> int:
+    """How many rows and boundary states of a random sequence differ in some bit."""
+    from mamba3lite.models.ssd_fused import _launch, ssd_fused  # it imports triton
+
+    H = 16 if device.type == "cuda" else 2  # interpreted, a head takes long
+    D, N, T = head_dim, state_dim, 2 * chunk + chunk // 2
+    sizes = {"head_dim": D, "state_dim": N, "precision": precision}
+    g = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    proj = torch.randn(1, T, H * (D + 4 * N + 1), generator=g, device=device).to(dtype)
+    A = torch.complex(-torch.logspace(-2, 0, H), torch.linspace(-3, 3, H)).to(device)
+    options = {"n_heads": H, "chunk_size": chunk, "walk": False} | sizes
+    wanted = ssd_fused(proj, A, **options)[0]
+    _, boundary = ssd_fused(
+        proj[:, : 2 * chunk].contiguous(), A, **options, return_final_states=True
+    )
+    config = {
+        kernel: {"D": D, "N": N, "BLOCK_C": chunk, "PRECISION": precision}
+        | _launch(kernel, precision, D, N)
+        for kernel in ("chunks", "output")
+    }
+    rows, C = _split_columns(proj[0], H, D, N)
+    states = torch.zeros(1, H, D, N, dtype=torch.complex64, device=device)
+    slots = torch.zeros(chunk, dtype=torch.int32, device=device)
+    targets = torch.arange(chunk, dtype=torch.int32, device=device)
+    differ = 0
+    for start in range(0, T, chunk):
+        here = slice(start, min(start + chunk, T))
+        n = here.stop - start
+        gates = proj.new_empty(n, H, 4, chunk, dtype=torch.float32)
+        entry = (slots[:n], targets[:n], slots[:n] + start)
+        step_C = C[here].contiguous()
+        cb = bmm_rows(step_C, rows, chunk, *entry[1:], config,
+                      A=A, slots=entry[0], dA_cumsum=gates)  # fmt: skip
+        y = proj.new_empty(n, H, D)
+        chunk_scan_rows(cb, rows, gates, step_C, y, *entry, states, config)
+        differ += int((y != wanted[here]).flatten(1).any(1).sum())
+        if n == chunk:
+            chunk_state_passing_rows(
+                rows,
+                gates[-1:],
+                entry[2][-1:],
+                slots[:1] + 1,
+                slots[:1],
+                states,
+                config,
+            )
+    return differ + int((states != boundary).any())
+
+
+def _split_columns(
+    proj: Float[Tensor, "rows columns"], H: int, D: int, N: int
+) -> tuple[Tensor, Tensor]:
+    """The columns that an open chunk keeps, x, B and dt; and those of C."""
+    first, last = H * (D + 2 * N), H * (D + 4 * N)
+    return torch.cat([proj[:, :first], proj[:, last:]], 1), proj[:, first:last]
+
+
+# %%
+differ = _rows_that_differ(device, 16, 16, 16, "tf32")
+assert differ == 0 if device.type == "cuda" else differ <= 4  # NumPy, interpreted
+
+# %% [markdown]
+# ### A token enters
+# Three kernels with nothing but addresses in them that is new. The first finds the
+# place of each token. The second is a product that writes where the token belongs. The
+# third computes gate and up in one tile, columns in turns, so that SwiGLU needs no
+# launch.
+
+# %% tags=["export"]
+if HAS_TRITON:
+
+    @triton.jit(do_not_specialize=["slots_in_all"])
+    def _begin_kernel(
+        tokens_ptr, slots_ptr, cursor_ptr, embed_ptr, u_ptr, target_ptr, entry_ptr,
+        slots_in_all, layers, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        LAYERS: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """Vector and place of each entry's token; the slot's cursor moves on.
+
+        One program an entry. Slots are counted through all layers: entry_ptr gets, for
+        each layer, slot, first row of its open chunk, and whether the chunk is now
+        full. A padding lane has vector 0 and slot -1.
+        """
+        _wait(EARLY)
+        e, entries = tl.program_id(0), tl.num_programs(0)
+        slot = tl.load(slots_ptr + e)
+        real = slot >= 0
+        target = tl.load(cursor_ptr + slot, mask=real, other=0)
+        full = target == BLOCK_C - 1
+        tl.store(cursor_ptr + slot, tl.where(full, 0, target + 1), mask=real)
+        tl.store(target_ptr + e, target)
+        layer = tl.arange(0, LAYERS)
+        place = tl.where(real, layer * slots_in_all + slot, -1)
+        at = layer * entries + e
+        exists = layer < layers
+        tl.store(entry_ptr + at, place, mask=exists)
+        tl.store(entry_ptr + layers * entries + at, place * BLOCK_C, mask=exists)
+        flag = (real & full).to(tl.int32) + 0 * layer
+        tl.store(entry_ptr + 2 * layers * entries + at, flag, mask=exists)
+        i = tl.arange(0, BLOCK)
+        token = tl.load(tokens_ptr + e).to(tl.int64)
+        u = tl.load(embed_ptr + token * WIDTH + i, mask=(i < WIDTH) & real, other=0.0)
+        tl.store(u_ptr + e.to(tl.int64) * WIDTH + i, u, mask=i < WIDTH)
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _project_kernel(
+        v_ptr, w_ptr, open_ptr, C_ptr, slots_ptr, target_ptr, start_ptr,
+        rows, columns, first, last, K: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """v w^T; columns [first, last) to C, the rest to the row's open chunk."""
+        row, column = _tile_of(rows, columns, BLOCK_M, BLOCK_N)
+        _fetch_rows(w_ptr, column, columns, K, EARLY)
+        _wait(EARLY)
+        acc = _products(v_ptr, w_ptr, row, rows, column, columns, K, BLOCK_K, EMULATE)
+        acc = acc.to(open_ptr.dtype.element_ty)
+        exists = row < rows
+        slot = tl.load(slots_ptr + row, mask=exists, other=-1)
+        to = tl.load(start_ptr + row, mask=exists, other=0).to(tl.int64)
+        to += tl.load(target_ptr + row, mask=exists, other=0)
+        read = (column >= first) & (column < last)
+        kept = column - tl.where(column >= last, last - first, 0)
+        at = to[:, None] * (columns - last + first) + kept[None, :]
+        own = (slot >= 0)[:, None] & (~read & (column < columns))[None, :]
+        tl.store(open_ptr + at, acc, mask=own)
+        at = row.to(tl.int64)[:, None] * (last - first) + (column - first)[None, :]
+        tl.store(C_ptr + at, acc, mask=exists[:, None] & read[None, :])
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _gate_up_kernel(
+        v_ptr, w_ptr, out_ptr, rows, width, K: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """silu(gate) up for [gate, up] = v w^T; a tile holds both halves, in turns."""
+        kind = out_ptr.dtype.element_ty
+        row, column = _tile_of(rows, 2 * width, BLOCK_M, BLOCK_N)
+        source = column // 2 + column % 2 * width
+        inside = tl.where(column < 2 * width, source, 2 * width)
+        _fetch_rows(w_ptr, inside, 2 * width, K, EARLY)
+        _wait(EARLY)
+        acc = _products(v_ptr, w_ptr, row, rows, inside, 2 * width, K, BLOCK_K, EMULATE)
+        acc = tl.reshape(acc.to(kind), (BLOCK_M, BLOCK_N // 2, 2))
+        gate, up = tl.split(acc)
+        out, _ = tl.split(tl.reshape(column, (BLOCK_N // 2, 2)))
+        out = out // 2
+        at = row.to(tl.int64)[:, None] * width + out[None, :]
+        mask = (row < rows)[:, None] & (out < width)[None, :]
+        tl.store(out_ptr + at, _gated(gate, up).to(kind), mask=mask)
+
+
+# %% [markdown]
+# ### One step
+# Nine launches a layer. In a CUDA graph they cost little more than their work.
+
+
+# %% tags=["export"]
+class _Step:
+    """One step's entries: where each token goes, in every layer, and its vector."""
+
+    def __init__(self, model, tokens, cache, slots) -> None:
+        cfg, weight = model.cfg, model.embed.weight
+        E, L = len(tokens), cfg.n_layers
+        self.u = weight.new_empty(E, cfg.d_model)
+        self.targets = slots.new_empty(E)
+        entries = slots.new_empty(3, L, E)
+        self.slots, self.starts, self.full = entries
+        C = cache.chunk
+        self.gates = self.u.new_empty(L, E, cfg.n_heads, 4, C, dtype=torch.float32)
+        with torch.cuda.device_of(weight):
+            _begin_kernel[(E,)](
+                tokens, slots, cache.cursor, weight, self.u, self.targets, entries,
+                cache.slots, L, WIDTH=cfg.d_model, BLOCK=_block(cfg.d_model, 2**16),
+                LAYERS=_block(L, 2**16), BLOCK_C=C, **_early(weight),
+            )  # fmt: skip
+        self.rows = cache.open.flatten(0, 2)
+        self.states = cache.states.flatten(0, 1)
+        self.cache, self.early = cache, _early(weight)
+
+    def norm(self, module: nn.RMSNorm) -> Tensor:
+        """The residual stream as products read it."""
+        out = torch.empty_like(self.u, dtype=self.cache.dtype)
+        return _launch_rms_norm(self.u, module.weight, out, module.eps, self.early)
+
+    def product(self, z: Tensor, weight: nn.Parameter, add=False) -> Tensor:
+        """z weight^T; add: to the residual stream."""
+        weight = self.cache.weight(weight)
+        if add:
+            out = torch.empty_like(self.u)
+            return _launch_linear(z, weight, out, self.u, early=self.early)
+        out = z.new_empty(len(z), len(weight))
+        return _launch_linear(z, weight, out, early=self.early)
+
+    def project(self, v: Tensor, layer: int, block: nn.Module) -> Tensor:
+        """Write x, B and dt of the tokens into their chunks. Returns: C."""
+        cfg, weight = block.cfg, self.cache.weight(block.in_proj.weight)
+        first = cfg.n_heads * (cfg.head_dim + 2 * cfg.state_dim)
+        last = first + 2 * cfg.n_heads * cfg.state_dim
+        C = v.new_empty(len(v), last - first)
+        (rows, K), columns = v.shape, len(weight)
+        tile = _checked_tile(rows, v)
+        grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
+        with torch.cuda.device_of(v):
+            _project_kernel[grid](
+                v, weight, self.rows, C, self.slots[layer], self.targets,
+                self.starts[layer], rows, columns, first, last, K=K,
+                EMULATE=_interpreted(), **_tiling(tile), **self.early,
+            )  # fmt: skip
+        return C
+
+    def gate_up(self, v: Tensor, weight: nn.Parameter) -> Tensor:
+        """The inner vector of the SwiGLU."""
+        weight = self.cache.weight(weight)
+        (rows, K), width = v.shape, len(weight) // 2
+        out = v.new_empty(rows, width)
+        tile = _checked_tile(rows, v)
+        grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(2 * width, tile[1]),)
+        with torch.cuda.device_of(v):
+            _gate_up_kernel[grid](
+                v, weight, out, rows, width, K=K, EMULATE=_interpreted(),
+                **_tiling(tile), **self.early,
+            )  # fmt: skip
+        return out
+
+
+def _row_block(step: _Step, layer: int, block: nn.Module, config) -> None:
+    """One block for the row of each entry; the residual stream moves on."""
+    C = step.project(step.norm(block.norm_ssd), layer, block)
+    y = C.new_empty(len(C), block.cfg.n_heads, block.cfg.head_dim)
+    entry = (step.slots[layer], step.targets, step.starts[layer])
+    if config is None:
+        _scan_by_training_kernels(step, layer, block, C, y)
+    else:
+        gates = step.gates[layer]
+        cb = bmm_rows(C, step.rows, step.cache.chunk, *entry[1:], config,
+                      A=block.A.detach(), slots=entry[0], dA_cumsum=gates)  # fmt: skip
+        chunk_scan_rows(cb, step.rows, gates, C, y, *entry, step.states, config)
+    mixed = step.product(y.flatten(1), block.mimo.weight)
+    step.u = step.product(mixed, block.out_proj.weight, add=True)
+    inner = step.gate_up(step.norm(block.norm_ffn), block.ffn_gate_up.weight)
+    step.u = step.product(inner, block.ffn_down.weight, add=True)
+
+
+def _scan_by_training_kernels(step, layer, block, C, y) -> None:
+    """The row of each entry, and full chunks' states, by scanning the open chunks."""
+    launches["training kernels"] += 1
+    cfg, Q = block.cfg, step.cache.chunk
+    real = (step.slots[layer] >= 0).nonzero().flatten()
+    slots, starts, full = (
+        z[layer][real].long() for z in (step.slots, step.starts, step.full)
+    )
+    targets = step.targets[real].long()
+    place = torch.arange(Q, device=C.device)
+    rows = step.rows[starts[:, None] + place].clone()  # (E, Q, width)
+    rows[place > targets[:, None]] = 0
+    read = rows.new_zeros(len(real), Q, C.shape[-1])
+    read[torch.arange(len(real)), targets] = C[real]
+    first = cfg.n_heads * (cfg.head_dim + 2 * cfg.state_dim)
+    proj = torch.cat([rows[..., :first], read, rows[..., first:]], -1)
+    outputs, final = block._scan(
+        proj, "fused", initial_states=step.states[slots], return_final_states=True
+    )
+    y.zero_()
+    y[real] = outputs[torch.arange(len(real)), targets]
+    step.states[slots[full > 0]] = final[full > 0]
+
+
+@torch.no_grad()
+def exact_step(
+    model: nn.Module,
+    tokens: Int[Tensor, "E"],
+    cache: ExactCache,
+    slots: Int[Tensor, "E"],
+) -> Float[Tensor, "E V"]:
+    """Logits of the next position of each slot, after one more token in it.
+
+    Bit for bit those of a full forward of the batch-invariant model on the slot's whole
+    sequence, whoever else is in the batch. On a GPU it can be captured in a CUDA graph,
+    after one step outside.
+
+    Args:
+        tokens: one id an entry.
+        slots: int32, no slot twice; below 0 for a padding lane, whose logits mean
+            nothing and which touches nothing.
+
+    Raises: TypeError, ValueError: a shape, dtype or cache that does not fit.
+
+    Source: notebook 09, "One step".
+    """
+    _check_step(tokens, cache, slots, model)
+    if not cache.by_rows:
+        return _step_in_windows(model, tokens, cache, slots)
+    cfg = model.cfg
+    step = _Step(model, tokens, cache, slots)
+    config = row_kernel_configs(
+        step.u, cache.chunk, head_dim=cfg.head_dim, state_dim=cfg.state_dim,
+        precision=cfg.ssd_precision,
+    )  # fmt: skip
+    if config is None:
+        _warn_slow()
+    for i, block in enumerate(model.layers):
+        _row_block(step, i, block, config)
+    if config is not None:
+        chunk_state_passing_rows(
+            step.rows, step.gates.flatten(0, 1), step.starts.flatten(),
+            step.full.flatten(), step.slots.flatten(), step.states, config,
+        )  # fmt: skip
+    weight = cache.weight(model.lm_head.weight)
+    logits = step.u.new_empty(len(tokens), len(weight), dtype=torch.float32)
+    hidden = step.norm(model.norm_f)
+    return _launch_linear(hidden, weight, logits, early=step.early)
+
+
+@cache
+def _warn_slow() -> None:
+    """Once a process."""
+    warnings.warn(
+        "exact decode: on this device the row kernels do not have the bits of the "
+        "training kernels; each step scans the open chunk with those, which is slower",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _check_step(tokens, cache, slots, model) -> None:
+    """Refuse what does not fit.
+
+    Raises: TypeError, ValueError, naming the argument.
+    """
+    if slots.dtype != torch.int32:
+        raise TypeError(f"slots is {slots.dtype}; wanted int32")
+    if slots.ndim != 1 or len(slots) != len(tokens):
+        raise ValueError(
+            f"slots has shape {tuple(slots.shape)}; wanted ({len(tokens)},), one for "
+            "each entry"
+        )
+    _check_states(cache.states)
+    if cache.layers != model.cfg.n_layers:
+        raise ValueError(
+            f"the cache has {cache.layers} layers; the model has {model.cfg.n_layers}"
+        )
+    dtype = _working_dtype(tokens.device) if cache.by_rows else cache.dtype
+    if dtype != cache.dtype:
+        raise ValueError(
+            f"the cache was made for {cache.dtype} and autocast now gives {dtype}; "
+            "make and use it under the same autocast"
+        )
+
+
+# %% [markdown]
+# ### The prompt
+# A prompt goes through the training kernels. Its last whole chunk leaves a state, which
+# differs in position from prompt to prompt in a batch; a second scan finds it, in which
+# the rest of each row has no input and takes no step.
+
+
+# %% tags=["export"]
+@torch.no_grad()
+def exact_prefill(
+    model: nn.Module,
+    tokens: Int[Tensor, "E T"],
+    lengths: Int[Tensor, "E"],
+    cache: ExactCache,
+    slots: Int[Tensor, "E"],
+) -> Float[Tensor, "E V"]:
+    """Put prompts into slots; the logits after the last token of each.
+
+    The whole chunks of a prompt go into the slot's state, what is left into its open
+    chunk. A prompt may come in pieces: all but the last end on a chunk boundary. A slot
+    that held another sequence is emptied first, by `cache.reset`.
+
+    Args:
+        tokens: ids; what follows a prompt in its row does not matter.
+        lengths: tokens of each prompt, 1 to T.
+        slots: int32, no slot twice; below 0 for a row to be left out.
+
+    Raises: TypeError, ValueError: what does not fit, or a slot with an open chunk.
+
+    Source: notebook 09, "The prompt".
+    """
+    _check_step(tokens, cache, slots, model)
+    _check_prompts(tokens, lengths, cache, slots)
+    logits = model.embed.weight.new_zeros(
+        len(tokens), model.cfg.vocab_size, dtype=torch.float32
+    )
+    real = (slots >= 0).nonzero().flatten()
+    if len(real):
+        fill = _prefill_rows if cache.by_rows else _prefill_in_windows
+        some = (tokens[real], lengths[real].long(), cache, slots[real].long())
+        logits[real] = fill(model, *some)
+    return logits
+
+
+def _check_prompts(tokens, lengths, cache, slots) -> None:
+    """Refuse lengths out of range and open chunks.
+
+    Raises: ValueError, naming the argument.
+    """
+    time, real = tokens.shape[1], slots >= 0
+    bad = real & ((lengths < 1) | (lengths > time))
+    if bad.any():
+        raise ValueError(f"lengths holds {lengths[bad][0]}; wanted 1 to {time}")
+    held = torch.where(real, cache.cursor[slots.clamp(min=0).long()], 0)
+    if held.any():
+        slot, rows = slots[held > 0][0], held[held > 0][0]
+        raise ValueError(
+            f"slot {slot} holds {rows} tokens of an open chunk; a prompt goes on at a "
+            f"multiple of {cache.chunk} tokens, or into an empty slot (cache.reset)"
+        )
+
+
+def _prefill_rows(model, tokens, lengths, cache, slots) -> Tensor:
+    """By the training kernels; the state of the last whole chunk from a second scan."""
+    cfg, Q = model.cfg, cache.chunk
+    whole = lengths // Q * Q
+    u = model.embed(tokens)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    later = place >= whole[:, None]
+    tail = whole[:, None] + torch.arange(Q, device=tokens.device)
+    unused = tail >= lengths[:, None]
+    tail = tail.clamp(max=tokens.shape[1] - 1)
+    each = torch.arange(len(tokens), device=tokens.device)
+    first = cfg.n_heads * (cfg.head_dim + 2 * cfg.state_dim)
+    last = first + 2 * cfg.n_heads * cfg.state_dim
+    for i, block in enumerate(model.layers):
+        u, proj = block._project(u)
+        entering = cache.states[i, slots]
+        y = block._scan(proj, "fused", initial_states=entering)
+        rows = proj[each[:, None], tail].masked_fill(unused[..., None], 0)
+        cache.open[i, slots] = torch.cat([rows[..., :first], rows[..., last:]], -1)
+        # No input and no step: what is left adds nothing and nothing decays.
+        still = proj.masked_fill(later[..., None], 0)
+        still[..., last:].masked_fill_(later[..., None], float("-inf"))
+        _, state = block._scan(
+            still, "fused", initial_states=entering, return_final_states=True
+        )
+        cache.states[i, slots] = state
+        u = block._finish(u, y)
+    cache.cursor[slots] = (lengths - whole).int()
+    hidden = batch_invariant.norm(u[each, lengths - 1], model.norm_f)
+    return model._head(hidden)
+
+
+# %% [markdown]
+# ### On a CPU
+# There the matrix library decides, and one row is not computed like sixteen. But the
+# same *shape* is computed in the same way. So a batch-invariant model on a CPU reads
+# one sequence and one window of chunk_size tokens at a time, padded where it ends, and
+# a step of decoding replays the window of its token through all layers. That is slow,
+# some chunk_size times the work of a step, and it is the oracle of the kernels.
+
+
+# %% tags=["export"]
+def _prefill_in_windows(model, tokens, lengths, cache, slots) -> Tensor:
+    """One sequence and one window at a time, as the model's own forward does."""
+    logits = []
+    for row, length, slot in zip(tokens, lengths.tolist(), slots.tolist(), strict=True):
+        for part in row[:length].split(cache.chunk):
+            cache.open[slot] = F.pad(part, (0, cache.chunk - len(part)))
+            cache.cursor[slot] = len(part) - 1
+            last = _replay(model, cache, slot)
+        logits.append(last)
+    return torch.stack(logits)
+
+
+def _step_in_windows(model, tokens, cache, slots) -> Tensor:
+    """Replay the window of each slot, with one more token in it."""
+    logits = model.embed.weight.new_zeros(
+        len(tokens), model.cfg.vocab_size, dtype=torch.float32
+    )
+    for e, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            cache.open[slot, cache.cursor[slot]] = tokens[e]
+            logits[e] = _replay(model, cache, slot)
+    return logits
+
+
+def _replay(model, cache, slot: int) -> Float[Tensor, "V"]:
+    """Logits of the token at the cursor, from the window around it through all layers.
+
+    The cursor moves on; a full window leaves its state.
+    """
+    states = [state[slot : slot + 1] for state in cache.states]
+    hidden, states = model._through_layers(cache.open[slot : slot + 1], None, states)
+    target = int(cache.cursor[slot])
+    full = target == cache.chunk - 1
+    cache.cursor[slot] = 0 if full else target + 1
+    if full:
+        cache.states[:, slot] = torch.cat(states)
+    return model._head(hidden)[0, target]
+
+
+# %% [markdown]
+# ## Every bit
+# Now the promise, on prompts that end everywhere in a chunk, and then on what could
+# break it: neighbors, slots, the way a prompt was cut.
+
+# %%
+exact = tiny_model(batch_invariant=True)
+Q = exact.chunk()
+torch.manual_seed(3)
+texts = torch.randint(61, (4, 6 * Q), device=device)
+reference = torch.stack([exact(row[None])[0] for row in texts])
+
+
+def decode_texts(prompts, steps, slots, rows=texts):
+    """Logits (E, steps + 1, V) of some of the texts, decoded together."""
+    ids = torch.tensor(slots, dtype=torch.int32, device=device)
+    lengths = torch.tensor(prompts, device=device)
+    cache, each = ExactCache(exact, 8), torch.arange(len(prompts), device=device)
+    prompt = rows[: len(prompts), : max(prompts)]
+    out = [exact_prefill(exact, prompt, lengths, cache, ids)]
+    for i in range(steps):
+        out.append(exact_step(exact, rows[each, lengths + i], cache, ids))
+    return torch.stack(out, 1), cache
+
+
+for prompts in ([1, 7, Q - 1, Q], [Q + 1, 2 * Q, 3 * Q + 2, 5]):
+    got, cache = decode_texts(prompts, Q + 5, [3, 0, 6, 1])
+    for e, p in enumerate(prompts):
+        assert torch.equal(got[e], reference[e, p - 1 : p + Q + 5])
+alone, _ = decode_texts([Q + 1], Q + 5, [2])
+together, _ = decode_texts([Q + 1, 2 * Q, 3 * Q + 2, 5], Q + 5, [7, 6, 5, 4])
+assert torch.equal(alone[0], together[0]), "the neighbors do not matter"
+sampled = token_log_probs(alone[0, :-1], texts[0, Q + 1 : 2 * Q + 6])
+again = token_log_probs(reference[0, Q : 2 * Q + 5], texts[0, Q + 1 : 2 * Q + 6])
+assert torch.equal(sampled, again), "log-probabilities: the quotient is 1"
+
+# %% [markdown]
+# ### What breaks: a rounded state
+# Why is the boundary state float32? Round it to bfloat16 once, at the first boundary,
+# and look at every row that follows, with the decay as it is and with one a hundred
+# times slower.
+
+
+# %%
+def rows_after_rounding(slow):
+    """For each later row: does it still have its bits?"""
+    model = tiny_model(batch_invariant=True)
+    for layer in model.layers:
+        layer.A *= 0.01 if slow else 1
+    cache = ExactCache(model, 1)
+    slot = torch.zeros(1, dtype=torch.int32, device=device)
+    want, same = model(texts[:1])[0], []
+    exact_prefill(model, texts[:1, :Q], torch.tensor([Q], device=device), cache, slot)
+    pairs = torch.view_as_real(cache.states)
+    pairs.copy_(pairs.bfloat16().float())
+    for t in range(Q, 5 * Q):
+        got = exact_step(model, texts[:1, t], cache, slot)[0]
+        same.append((got - want[t]).abs().max().item())
+    return same
+
+
+errors = {slow: rows_after_rounding(slow) for slow in (False, True)}
+assert all(min(error) > 0 for error in errors.values()), "no row is ever right again"
+
+fig, axis = plt.subplots(figsize=(7.2, 2.5))
+for (slow, error), color in zip(errors.items(), (BLUE, RED), strict=True):
+    label = "A / 100" if slow else "A as it is"
+    axis.semilogy(range(Q, 5 * Q), error, color=color, label=label)
+axis.set(xlabel="token (position)", ylabel="largest error of a logit (no unit)")
+axis.set_title("One state rounded to bfloat16: every later row has other bits")
+axis.legend(frameon=False)
+plt.show()
+
+cache = ExactCache(exact, 1)
+cache.states = torch.view_as_real(cache.states).bfloat16()
+try:
+    exact_step(exact, texts[0, :1], cache, torch.zeros(1, dtype=torch.int32))
+    raise AssertionError("a rounded state was accepted")
+except TypeError as error:
+    print(error)
+
+# %% [markdown]
 # ## Pitfalls
 #
 # - **$dt = 0$ is not a step of length zero.** softplus(0) is 0.69; padding wants
@@ -1155,3 +2936,12 @@ plt.show()
 # - **A padding lane is not a token.** It must touch no slot, not even with zeros.
 # - **Bits differ between the scan and the step**, and between batch sizes. Compare
 #   with a tolerance, or do not compare.
+# - *Equal to 1e-6* is no step on the way to *equal*. One launch that picks its kernel
+#   by shape undoes the rest; count rows, not errors.
+# - A cumulative sum in float32 has the bits of its tile and of its number of warps.
+# - A complex product has two legal ways to fuse multiply and add. Two kernels that call
+#   the same function got the same one here; the check on the device would say if not.
+# - A weight that changes while a sequence is open breaks the promise for it: the state
+#   is of the old model.
+# - float32 layers on a CPU are not invariant at one or two rows, nor are softplus and
+#   SiLU at the end of a vector. Shapes are, hence windows.

@@ -156,8 +156,8 @@ MISTAKES = [
     ("model: {d_model: true}", "model.d_model: got true, should be a valid integer"),
     ("model: {state_dim: 3}\ntraining: {total_steps: 1}", "model.state_dim is 3; "
      "it must be even"),
-    ("model: {batch_invariant: true}\ntraining: {total_steps: 1}",
-     "model.batch_invariant is True; "),
+    ("model: {batch_invariant: true, ssd_dispatch: triton}\n"
+     "training: {total_steps: 1}", "model.batch_invariant is True; "),
     ("training: {lr: 1, lr: 2}", "line 1: key 'lr' is given twice"),
     ("model: {}\ntraining: {}\nmodel: {}", "line 3: key 'model' is given twice"),
     ("1: {}", "line 1: key 1 should be a string"),

@@ -53,6 +53,27 @@ def test_every_dispatch_and_precision_is_right_here():
         assert float(shown["ddt"]) <= of_dt and float(shown["dA"]) <= of_A
 
 
+def test_exact_decode_is_exact_here():
+    result = run_doctor()
+    names = ["bf16", "tf32", "ieee"] if HAS_CUDA else ["windows"]
+    lines = re.findall(r"^exact decode in (\w+): the bits of", result.output, re.M)
+    assert lines == names
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="windows are what a CPU has")
+def test_a_step_with_other_bits_is_unhealthy(monkeypatch):
+    step = doctor.decode.exact_step
+
+    def rounded(*entry):
+        return step(*entry).bfloat16().float()
+
+    monkeypatch.setattr(doctor.decode, "exact_step", rounded)
+    monkeypatch.setattr(doctor, "LIMITS", {})
+    said = []
+    assert not doctor.examine(said.append)
+    assert any(line.endswith("not reproducible") for line in said)
+
+
 # --------------------------------------------------------------------------------------
 # A planted fault. The PyTorch scan stands in for the kernel: only the fault counts.
 

@@ -217,10 +217,14 @@ def test_tiny_takes_what_is_estimated(prepared, tmp_path, checkpointing):
     assert memory_of_step(run.model.cfg, setting).peak == pytest.approx(measured, 0.3)
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_the_loss_is_part_of_the_estimate(half):
+@pytest.mark.parametrize(
+    ("half", "invariant"), [(False, False), (True, False), (False, True)]
+)
+def test_the_loss_is_part_of_the_estimate(half, invariant):
     # The shadows do not see inside an operator; the allocator does.
-    config = load_config("tiny", ["model.vocab_size=20000", "model.n_layers=1"])
+    changes = ["model.vocab_size=20000", "model.n_layers=1"]
+    changes.append(f"model.batch_invariant={str(invariant).lower()}")
+    config = load_config("tiny", changes)
     model = Mamba3Transformer(config.model_fields_of_run())
     optimizer = build_optimizer(model, config.training)
     setting = setting_of(config, on_gpu=False)._replace(half=half)

@@ -181,6 +181,34 @@ def test_memory_does_not_grow_with_the_length():
     assert len(sizes) == 1 and slots.numel() == 1
 
 
+class TestExactMode:
+    @pytest.fixture
+    def model(self):
+        return tiny_model(batch_invariant=True).eval()
+
+    @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 3])
+    def test_tokens_are_those_of_full_forward_passes(self, model, length):
+        prompt = random_prompt(length)
+        expected = expected_greedy(model, prompt, CHUNK + 2)
+        options = {"eos_id": EOS, "temperature": 0, "max_new_tokens": CHUNK + 2}
+        got = Decoder(model, 1, "exact").generate([prompt], seeds=[0], **options)
+        assert got == [expected] and expected
+
+    def test_neighbors_and_pieces_change_no_token(self, model, monkeypatch):
+        options = {"eos_id": EOS, "max_new_tokens": 20}
+        alone = [
+            Decoder(model, 1, "exact").generate([prompt], seeds=[seed], **options)[0]
+            for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+        ]
+        monkeypatch.setattr(Decoder, "prefill_tokens", CHUNK)
+        together = Decoder(model, 5, "exact").generate(PROMPTS, seeds=SEEDS, **options)
+        assert together == alone
+
+    def test_it_wants_a_batch_invariant_model(self):
+        with pytest.raises(ValueError, match="batch_invariant"):
+            Decoder(tiny_model(), 1, "exact")
+
+
 def test_texts_number_prompts_and_samples():
     model, tokenizer = tiny_model(), ByteTokenizer()
     options = {"max_new_tokens": 12, "num_samples": 2, "seed": 7}
@@ -199,7 +227,7 @@ def test_texts_number_prompts_and_samples():
     ("call", "line"),
     [
         (lambda m: Decoder(m, 0), "lanes: got 0, should be at least 1"),
-        (lambda m: Decoder(m, 1, "fast"), "mode: got fast, should be recurrent"),
+        (lambda m: Decoder(m, 1, "fast"), "mode: got fast, should be recurrent or exact"),
         (
             lambda m: next(Decoder(m, 2).stream([[1]] * 3, eos_id=EOS, seeds=[0] * 3)),
             "prompts: got 3, should be 1 to 2",

@@ -124,11 +124,6 @@ def test_a_bad_value_names_field_value_and_what_is_allowed(field, value, allowed
     assert "\n" not in message
 
 
-def test_batch_invariant_is_refused_while_it_has_no_effect():
-    with pytest.raises(ValueError, match=r"batch_invariant is True.*False only"):
-        ModelConfig(batch_invariant=True)
-
-
 def test_a_dict_is_accepted_wherever_a_config_is():
     tokens = random_tokens()
     torch.manual_seed(0)

@@ -7,7 +7,20 @@ Decoding: a recurrent step whose cost does not grow, and its hand-over from the 
 
 from __future__ import annotations
 
-__all__ = ["RecurrentCache", "recurrent_prefill", "recurrent_step"]
+__all__ = [
+    "RecurrentCache",
+    "recurrent_prefill",
+    "recurrent_step",
+    "ROW_BLOCK_SIZE_M",
+    "launches",
+    "ExactCache",
+    "row_kernel_configs",
+    "bmm_rows",
+    "chunk_scan_rows",
+    "chunk_state_passing_rows",
+    "exact_step",
+    "exact_prefill",
+]
 
 
 # %% notebooks/09_decoding.py#the-tools
@@ -107,12 +120,8 @@ def _recurrence(layer, proj, state):
 
 def _through_block(layer, u, scan):
     """The block of notebook 07 around a scan of its projection, proj -> y."""
-    y = scan(layer.in_proj(layer.norm_ssd(u)))
-    if not torch.is_autocast_enabled(y.device.type):
-        y = y.to(layer.mimo.weight.dtype)
-    u = u + layer.out_proj(layer.mimo(y).flatten(-2))
-    gate, up = layer.ffn_gate_up(layer.norm_ffn(u)).chunk(2, dim=-1)
-    return u + layer.ffn_down(F.silu(gate) * up)
+    u, proj = layer._project(u)
+    return layer._finish(u, scan(proj))
 
 
 def _products_in(cache: RecurrentCache):
@@ -608,3 +617,956 @@ def recurrent_step(
     if cache._weights is None:
         return _step_in_pytorch(model, tokens, cache, slots)
     return _step_by_kernels(model, tokens, cache, slots)
+
+
+# %% notebooks/09_decoding.py#what-a-slot-keeps
+import warnings
+from collections import Counter
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mamba3lite.models import batch_invariant
+from mamba3lite.models.batch_invariant import (
+    _block,
+    _checked_tile,
+    _early,
+    _launch_linear,
+    _launch_rms_norm,
+    _tiling,
+    _working_dtype,
+)
+from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from mamba3lite.models.batch_invariant import (
+        _fetch_rows,
+        _gated,
+        _products,
+        _tile_of,
+        _wait,
+    )
+    from mamba3lite.models.ssd_fused import (
+        _chunk_sum,
+        _exp_where,
+        _from_entry,
+        _from_state,
+        _from_tokens,
+        _keys,
+        _load_edge,
+        _load_pair,
+        _operands,
+        _passed_on,
+        _read_gates,
+        _scores,
+        _store_edge,
+        _store_gates,
+    )
+
+ROW_BLOCK_SIZE_M = 16  # height of the tile that holds the one row of a step
+
+# How often each part of exact decode was launched, by name; "training kernels" counts
+# the steps of layers that had to do without the row kernels.
+launches: Counter[str] = Counter()
+
+
+class ExactCache:
+    """What exact decode keeps of the sequences in `slots` slots.
+
+    For each layer and slot, the float32 state at the last completed chunk boundary,
+    and the open chunk. Where the row kernels run (`ssd_dispatch="fused"`) that is x, B
+    and dt of its tokens, as the projection gave them; elsewhere it is the tokens, which
+    are replayed. The memory does not depend on how long a sequence is.
+
+    Args:
+        model: a `Mamba3Transformer` with batch_invariant. Autocast decides, here and in
+            each later call alike, whether the chunk is kept in bfloat16 or float32.
+        slots: how many sequences at most.
+
+    Raises: ValueError: the model is not batch-invariant, or slots below 1.
+
+    Source: notebook 09, "What a slot keeps".
+    """
+
+    def __init__(self, model: nn.Module, slots: int) -> None:
+        cfg = model.cfg
+        if not cfg.batch_invariant:
+            raise ValueError(
+                "ExactCache: the model has batch_invariant=False; its full forward "
+                "depends on the batch. Set batch_invariant: true"
+            )
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise ValueError(f"ExactCache: slots is {slots!r}; wanted at least 1")
+        device = model.embed.weight.device
+        self.slots, self.layers, self.by_rows = slots, cfg.n_layers, model.by_rows()
+        self.chunk = model.chunk()
+        H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
+        self.dtype = _working_dtype(device) if self.by_rows else torch.float32
+        self.states = torch.zeros(
+            cfg.n_layers, slots, H, D, N, dtype=torch.complex64, device=device
+        )
+        self.cursor = torch.zeros(slots, dtype=torch.int32, device=device)
+        shape = (slots, self.chunk)
+        kind = {"dtype": torch.int64, "device": device}
+        if self.by_rows:  # columns x, Re B, Im B and dt
+            shape = (cfg.n_layers, *shape, H * (D + 2 * N + 1))
+            kind["dtype"] = self.dtype
+        self.open = torch.zeros(shape, **kind)
+        self._weights: dict[int, tuple[tuple, Tensor]] = {}
+
+    @property
+    def nbytes_per_slot(self) -> int:
+        """Bytes of a slot, over all layers."""
+        held = (self.states, self.cursor, self.open)
+        return sum(z.numel() * z.element_size() for z in held) // self.slots
+
+    def reset(self, slots: Int[Tensor, "E"]) -> None:
+        """Empty these slots: the next token is the first of a sequence."""
+        slots = slots[slots >= 0].long()
+        self.states[:, slots] = 0
+        self.cursor[slots] = 0
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter in the dtype that products read, copied when it has changed."""
+        if parameter.dtype == self.dtype:
+            return parameter.detach()
+        version = (parameter._version, parameter.data_ptr())
+        held = self._weights.get(id(parameter))
+        if held is None:
+            copy = parameter.detach().to(self.dtype)
+        elif held[0] == version:
+            return held[1]
+        else:  # in place: a captured graph reads the copy
+            copy = held[1].copy_(parameter.detach())
+        self._weights[id(parameter)] = (version, copy)
+        return copy
+
+
+def _check_states(states: Tensor) -> None:
+    """Refuse boundary states that are not float32."""
+    if states.dtype not in (torch.float32, torch.complex64):
+        raise TypeError(
+            f"boundary states are {states.dtype}; wanted complex64 or float32 pairs: a "
+            "rounded state changes every later chunk"
+        )
+
+
+# %% notebooks/09_decoding.py#scores-of-one-row
+if HAS_TRITON:
+
+    @triton.jit
+    def _bmm_row_kernel(
+        C_ptr, open_ptr, A_ptr, gates_ptr, cb_ptr, slots_ptr, target_ptr, start_ptr,
+        H, W, D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """Gates of the open chunk, and one row of scores q k^T.
+
+        Grid (E H). Tokens after the row count as if they were not there; the row is the
+        first of a tile whose others are zero.
+        """
+        _wait(EARLY)
+        program = tl.program_id(0)
+        e, h = program // H, program % H
+        if tl.load(slots_ptr + e) >= 0:
+            target = tl.load(target_ptr + e)
+            open_ptr += tl.load(start_ptr + e).to(tl.int64) * W
+            gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
+            step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
+            here, one = step <= target, (lane == 0)[:, None]
+            _store_gates(
+                open_ptr + H * (D + 2 * N) + h, A_ptr + 2 * h, A_ptr, gates, step,
+                here, W, BLOCK_C, False, EMULATE,
+            )  # fmt: skip
+            cos, sin, _, _ = _read_gates(gates, step, BLOCK_C, False)
+            cos_row, sin_row, _, _ = _read_gates(
+                gates, target + 0 * lane, BLOCK_C, False
+            )
+            M = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+            for n0 in tl.static_range(0, N, BLOCK_N):
+                n = h * N + n0 + tl.arange(0, BLOCK_N)[None, :]
+                B_re, B_im = _load_pair(
+                    open_ptr + H * D, H * N, step[:, None] * W + n, here[:, None]
+                )
+                C_re, C_im = _load_pair(
+                    C_ptr + e.to(tl.int64) * 2 * H * N,
+                    H * N,
+                    0 * lane[:, None] + n,
+                    one,
+                )
+                k_re, k_im = _keys(B_re, B_im, cos, sin, PRECISION, EMULATE)
+                q_re, q_im = _keys(C_re, -C_im, cos_row, sin_row, PRECISION, EMULATE)
+                M = _scores(q_re, q_im, k_re, k_im, M, PRECISION)
+            at = program.to(tl.int64) * BLOCK_C + 0 * lane[:, None] + step[None, :]
+            tl.store(cb_ptr + at, M, mask=one & (step[None, :] >= 0))
+
+
+# %% notebooks/09_decoding.py#outputs-of-one-row
+if HAS_TRITON:
+
+    @triton.jit
+    def _as_kept(re, im, PRECISION: tl.constexpr):
+        """A state as training keeps it between its kernels."""
+        if PRECISION == "bf16":
+            re, im = re.to(tl.bfloat16), im.to(tl.bfloat16)
+        return re.to(tl.float32), im.to(tl.float32)
+
+    @triton.jit
+    def _chunk_scan_row_kernel(
+        cb_ptr, open_ptr, gates_ptr, C_ptr, out_ptr, slots_ptr, target_ptr, start_ptr,
+        states_ptr, H, W, D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """y of one row: from the tokens of the open chunk and the state before it.
+
+        Grid (E H); 0 for a padding lane.
+        """
+        _wait(EARLY)
+        program = tl.program_id(0)
+        e, h = program // H, program % H
+        step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
+        d, one = tl.arange(0, D), (lane == 0)[:, None]
+        Y = tl.zeros((BLOCK_M, D), tl.float32)
+        slot = tl.load(slots_ptr + e)
+        if slot >= 0:
+            target = tl.load(target_ptr + e)
+            open_ptr += tl.load(start_ptr + e).to(tl.int64) * W
+            gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
+            cos, sin, U_row, document = _read_gates(
+                gates, target + 0 * lane, BLOCK_C, False
+            )
+            _, _, U, _ = _read_gates(gates, step, BLOCK_C, False)
+            edge = (slot.to(tl.int64) * H + h) * D * N
+            for n0 in tl.static_range(0, N, BLOCK_N):
+                n = n0 + tl.arange(0, BLOCK_N)
+                C_re, C_im = _load_pair(
+                    C_ptr + e.to(tl.int64) * 2 * H * N, H * N,
+                    0 * lane[:, None] + h * N + n[None, :], one,
+                )  # fmt: skip
+                G_re, G_im = _load_edge(
+                    states_ptr, edge + d[None, :] * N + n[:, None], False, True
+                )
+                q_re, q_im = _keys(C_re, -C_im, cos, sin, PRECISION, EMULATE)
+                G_re, G_im = _as_kept(G_re, G_im, PRECISION)
+                G_re, G_im = _operands(G_re, G_im, PRECISION, EMULATE)
+                Y = _from_state(q_re, q_im, G_re, G_im, Y, PRECISION)
+            here = step <= target
+            cb_at = program.to(tl.int64) * BLOCK_C + 0 * lane[:, None] + step[None, :]
+            M = tl.load(cb_ptr + cb_at, mask=one & here[None, :], other=0.0)
+            x_at = step[:, None] * W + h * D + d[None, :]
+            x = tl.load(open_ptr + x_at, mask=here[:, None], other=0.0)
+            decay = _exp_where(here[None, :], U_row[:, None] - U[None, :])
+            entry = _from_entry(U_row, document)
+            Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE)
+        y_at = program.to(tl.int64) * D + 0 * lane[:, None] + d[None, :]
+        tl.store(
+            out_ptr + y_at, Y.to(out_ptr.dtype.element_ty), mask=one & (d >= 0)[None, :]
+        )
+
+
+# %% notebooks/09_decoding.py#when-a-chunk-is-full
+if HAS_TRITON:
+
+    @triton.jit(do_not_specialize=["entries"])
+    def _chunk_state_passing_rows_kernel(
+        open_ptr, gates_ptr, start_ptr, flag_ptr, slots_ptr, states_ptr, entries, H, W,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ENTRIES: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """The boundary state of every entry whose chunk is full, in place.
+
+        Grid (entries / ENTRIES, H, tiles of a state).
+        """
+        _wait(EARLY)
+        h, part = tl.program_id(1), tl.program_id(2)
+        step = tl.arange(0, BLOCK_C)
+        d = part % (D // BLOCK_D) * BLOCK_D + tl.arange(0, BLOCK_D)
+        n = part // (D // BLOCK_D) * BLOCK_N + tl.arange(0, BLOCK_N)
+        for i in range(ENTRIES):
+            e = tl.program_id(0) * ENTRIES + i
+            if tl.load(flag_ptr + e, mask=e < entries, other=0) != 0:
+                slot = tl.load(slots_ptr + e).to(tl.int64)
+                base = open_ptr + tl.load(start_ptr + e).to(tl.int64) * W
+                gates = gates_ptr + (e.to(tl.int64) * H + h) * 4 * BLOCK_C
+                x = tl.load(base + step[:, None] * W + h * D + d[None, :])
+                K_re, K_im = _load_pair(
+                    base + H * D, H * N, step[:, None] * W + h * N + n[None, :], None
+                )
+                zero = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+                added_re, added_im = _chunk_sum(
+                    x, K_re, K_im, zero, zero, gates, BLOCK_C, False, False,
+                    PRECISION, EMULATE,
+                )  # fmt: skip
+                added_re, added_im = _as_kept(added_re, added_im, PRECISION)
+                at = (slot * H + h) * D * N + d[None, :] * N + n[:, None]
+                S_re, S_im = _load_edge(states_ptr, at, False, True)
+                cos, sin, U, last = _read_gates(gates, BLOCK_C - 1, BLOCK_C, False)
+                S_re, S_im = _passed_on(
+                    S_re, S_im, cos, sin, _from_entry(U, last), added_re, added_im
+                )
+                _store_edge(states_ptr, at, S_re, S_im, False)
+
+
+# %% notebooks/09_decoding.py#launched-as-training-launches
+def _pinned_config(kernel: str) -> dict[str, tuple[int, ...]] | None:
+    """The one row of the launch table that a kernel uses, by precision.
+
+    None while there is no such row, and a tuner would choose.
+    """
+    from mamba3lite.models.ssd_fused import _LAUNCH  # it imports triton
+
+    return _LAUNCH.get(kernel)
+
+
+def row_kernel_configs(
+    C: Float[Tensor, "E columns"], chunk_size: int, *,
+    head_dim: int, state_dim: int, precision: str,
+) -> dict[str, dict] | None:  # fmt: skip
+    """Launch options of the training kernels that the row kernels mirror.
+
+    Args: C: the read vectors of a step, for their device. chunk_size: of the kernels.
+
+    Returns: options of "chunks" and "output"; None when a row is not sure to have the
+        bits of training here: a tuner still chooses, or this device failed the check.
+
+    Source: notebook 09, "Launched as training launches".
+    """
+    from mamba3lite.models.ssd_fused import _launch  # it imports triton
+
+    sizes = (head_dim, state_dim, chunk_size, precision)
+    kernels = ("chunks", "output")
+    if any(_pinned_config(kernel) is None for kernel in kernels):
+        return None
+    if C.is_cuda and not _bits_agree(C.device, *sizes):
+        return None
+    options = {kernel: _launch(kernel, precision, head_dim, state_dim)
+               for kernel in kernels}  # fmt: skip
+    shared = {"D": head_dim, "N": state_dim, "BLOCK_C": chunk_size}
+    return {kernel: shared | {"PRECISION": precision} | own
+            for kernel, own in options.items()}  # fmt: skip
+
+
+_LAUNCH_NAMES = ("num_warps", "num_stages", "maxnreg")
+
+
+def _launch_options(config: dict) -> dict[str, int]:
+    """Warps, stages and registers of a config."""
+    return {k: v for k, v in config.items() if k in _LAUNCH_NAMES}
+
+
+def _block_sizes(config: dict) -> dict[str, object]:
+    """What a kernel is compiled for: the sizes of its tiles, and its precision."""
+    rest = {k: v for k, v in config.items() if k not in _LAUNCH_NAMES}
+    return rest | {"EMULATE": _interpreted()}
+
+
+def _heads(x: Tensor, config: dict) -> int:
+    """Heads H of rows x, B and dt."""
+    return x.shape[-1] // (config["D"] + 2 * config["N"] + 1)
+
+
+def bmm_rows(
+    C: Float[Tensor, "E columns"],
+    B: Float[Tensor, "rows width"],
+    chunk_size: int,
+    target_rows: Int[Tensor, "E"],
+    chunk_starts: Int[Tensor, "E"],
+    config: dict[str, dict],
+    *,
+    A: Tensor,
+    slots: Int[Tensor, "E"],
+    dA_cumsum: Float[Tensor, "E H 4 Q"],
+) -> Float[Tensor, "E H Q"]:
+    """One row of scores q k^T for each entry and head; computes the gates on the way.
+
+    The fused path multiplies rotated vectors, so that its scores need the gates; and
+    only the row is kept.
+
+    Args:
+        C: Re C and Im C of the tokens, 2 H N columns.
+        B: rows of x, Re B, Im B and dt, H (D + 2 N + 1) columns; row chunk_starts[e] is
+            the first of the open chunk.
+        target_rows: position of the token in its chunk; later rows are not read.
+        config: from `row_kernel_configs`.
+        A: decay rates, complex64.
+        slots: below 0 for a padding lane, whose row is not written.
+        dA_cumsum: gets cos V, sin V and U of the chunk.
+
+    Source: notebook 09, "Scores of one row".
+    """
+    gates_like, output = config["chunks"], config["output"]
+    H = _heads(B, output)
+    cb = C.new_empty(len(C), H, chunk_size, dtype=torch.float32)
+    launches["bmm_rows"] += 1
+    # Sums over a chunk depend on the number of warps: those of the kernel that, in
+    # training, computes the gates.
+    options = _launch_options(output) | {"num_warps": gates_like["num_warps"]}
+    with torch.cuda.device_of(C):
+        _bmm_row_kernel[(len(C) * H,)](
+            C, B, torch.view_as_real(A), dA_cumsum, cb, slots, target_rows,
+            chunk_starts, H, B.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
+            **_block_sizes(output), **options, **_early(C),
+        )  # fmt: skip
+    return cb
+
+
+def chunk_scan_rows(
+    cb: Float[Tensor, "E H Q"],
+    x: Float[Tensor, "rows width"],
+    dA_cumsum: Float[Tensor, "E H 4 Q"],
+    C: Float[Tensor, "E columns"],
+    out: Float[Tensor, "E H D"],
+    slots: Int[Tensor, "E"],
+    target_rows: Int[Tensor, "E"],
+    chunk_starts: Int[Tensor, "E"],
+    initial_states: Tensor,
+    config: dict[str, dict],
+) -> Float[Tensor, "E H D"]:
+    """The outputs of one row for each entry and head, into `out`.
+
+    Args:
+        cb, dA_cumsum: from `bmm_rows`. (dt has done its work there.)
+        x: rows of x, Re B, Im B and dt, as in `bmm_rows`.
+        initial_states: float32 pairs (S, H, D, N, 2), or complex64: before the chunk.
+        slots: row of initial_states; below 0 for a padding lane, which gets 0.
+
+    Raises: TypeError for states that are not float32.
+
+    Source: notebook 09, "Outputs of one row".
+    """
+    _check_states(initial_states)
+    output = config["output"]
+    H = _heads(x, output)
+    launches["chunk_scan_rows"] += 1
+    with torch.cuda.device_of(x):
+        _chunk_scan_row_kernel[(len(C) * H,)](
+            cb, x, dA_cumsum, C, out, slots, target_rows, chunk_starts,
+            _as_pairs(initial_states), H, x.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
+            **_block_sizes(output), **_launch_options(output), **_early(C),
+        )  # fmt: skip
+    return out
+
+
+def chunk_state_passing_rows(
+    x: Float[Tensor, "rows width"],
+    dA_cumsum: Float[Tensor, "E H 4 Q"],
+    chunk_starts: Int[Tensor, "E"],
+    chunk_flags: Int[Tensor, "E"],
+    slots: Int[Tensor, "E"],
+    states: Tensor,
+    config: dict[str, dict],
+) -> None:
+    """Carry the boundary states of flagged entries over their full chunk, in place.
+
+    Args: as in `chunk_scan_rows`. chunk_flags: not 0 where the chunk is full.
+
+    Raises: TypeError for states that are not float32.
+
+    Source: notebook 09, "When a chunk is full".
+    """
+    _check_states(states)
+    chunks = config["chunks"]
+    H, entries = _heads(x, chunks), len(slots)
+    together = _chunks_per_program(entries)
+    parts = chunks["D"] // chunks["BLOCK_D"] * (chunks["N"] // chunks["BLOCK_N"])
+    launches["chunk_state_passing_rows"] += 1
+    with torch.cuda.device_of(x):
+        _chunk_state_passing_rows_kernel[(-(-entries // together), H, parts)](
+            x, dA_cumsum, chunk_starts, chunk_flags, slots, _as_pairs(states), entries,
+            H, x.shape[-1], ENTRIES=together, **_block_sizes(chunks),
+            **_launch_options(chunks), **_early(x),
+        )  # fmt: skip
+
+
+def _as_pairs(states: Tensor) -> Tensor:
+    """Complex numbers as pairs, where they are not yet."""
+    return torch.view_as_real(states) if states.is_complex() else states
+
+
+def _chunks_per_program(n: int) -> int:
+    """Entries per program, so that about one of them crosses a boundary in a step."""
+    return max(1, min(16, 2 ** (max(n // 16, 1).bit_length() - 1)))
+
+
+# %% notebooks/09_decoding.py#does-this-device-keep-the-promise
+@cache
+def _bits_agree(
+    device: torch.device, head_dim: int, state_dim: int, chunk: int, precision: str
+) -> bool:
+    """Whether the row kernels give the bits of the training kernels on this device.
+
+    Every row of two chunks and a half, each from the chunk before it, and the state
+    between them.
+    """
+    return _rows_that_differ(device, head_dim, state_dim, chunk, precision) == 0
+
+
+def _rows_that_differ(device, head_dim, state_dim, chunk, precision) -> int:
+    """How many rows and boundary states of a random sequence differ in some bit."""
+    from mamba3lite.models.ssd_fused import _launch, ssd_fused  # it imports triton
+
+    H = 16 if device.type == "cuda" else 2  # interpreted, a head takes long
+    D, N, T = head_dim, state_dim, 2 * chunk + chunk // 2
+    sizes = {"head_dim": D, "state_dim": N, "precision": precision}
+    g = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    proj = torch.randn(1, T, H * (D + 4 * N + 1), generator=g, device=device).to(dtype)
+    A = torch.complex(-torch.logspace(-2, 0, H), torch.linspace(-3, 3, H)).to(device)
+    options = {"n_heads": H, "chunk_size": chunk, "walk": False} | sizes
+    wanted = ssd_fused(proj, A, **options)[0]
+    _, boundary = ssd_fused(
+        proj[:, : 2 * chunk].contiguous(), A, **options, return_final_states=True
+    )
+    config = {
+        kernel: {"D": D, "N": N, "BLOCK_C": chunk, "PRECISION": precision}
+        | _launch(kernel, precision, D, N)
+        for kernel in ("chunks", "output")
+    }
+    rows, C = _split_columns(proj[0], H, D, N)
+    states = torch.zeros(1, H, D, N, dtype=torch.complex64, device=device)
+    slots = torch.zeros(chunk, dtype=torch.int32, device=device)
+    targets = torch.arange(chunk, dtype=torch.int32, device=device)
+    differ = 0
+    for start in range(0, T, chunk):
+        here = slice(start, min(start + chunk, T))
+        n = here.stop - start
+        gates = proj.new_empty(n, H, 4, chunk, dtype=torch.float32)
+        entry = (slots[:n], targets[:n], slots[:n] + start)
+        step_C = C[here].contiguous()
+        cb = bmm_rows(step_C, rows, chunk, *entry[1:], config,
+                      A=A, slots=entry[0], dA_cumsum=gates)  # fmt: skip
+        y = proj.new_empty(n, H, D)
+        chunk_scan_rows(cb, rows, gates, step_C, y, *entry, states, config)
+        differ += int((y != wanted[here]).flatten(1).any(1).sum())
+        if n == chunk:
+            chunk_state_passing_rows(
+                rows,
+                gates[-1:],
+                entry[2][-1:],
+                slots[:1] + 1,
+                slots[:1],
+                states,
+                config,
+            )
+    return differ + int((states != boundary).any())
+
+
+def _split_columns(
+    proj: Float[Tensor, "rows columns"], H: int, D: int, N: int
+) -> tuple[Tensor, Tensor]:
+    """The columns that an open chunk keeps, x, B and dt; and those of C."""
+    first, last = H * (D + 2 * N), H * (D + 4 * N)
+    return torch.cat([proj[:, :first], proj[:, last:]], 1), proj[:, first:last]
+
+
+# %% notebooks/09_decoding.py#a-token-enters
+if HAS_TRITON:
+
+    @triton.jit(do_not_specialize=["slots_in_all"])
+    def _begin_kernel(
+        tokens_ptr, slots_ptr, cursor_ptr, embed_ptr, u_ptr, target_ptr, entry_ptr,
+        slots_in_all, layers, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        LAYERS: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """Vector and place of each entry's token; the slot's cursor moves on.
+
+        One program an entry. Slots are counted through all layers: entry_ptr gets, for
+        each layer, slot, first row of its open chunk, and whether the chunk is now
+        full. A padding lane has vector 0 and slot -1.
+        """
+        _wait(EARLY)
+        e, entries = tl.program_id(0), tl.num_programs(0)
+        slot = tl.load(slots_ptr + e)
+        real = slot >= 0
+        target = tl.load(cursor_ptr + slot, mask=real, other=0)
+        full = target == BLOCK_C - 1
+        tl.store(cursor_ptr + slot, tl.where(full, 0, target + 1), mask=real)
+        tl.store(target_ptr + e, target)
+        layer = tl.arange(0, LAYERS)
+        place = tl.where(real, layer * slots_in_all + slot, -1)
+        at = layer * entries + e
+        exists = layer < layers
+        tl.store(entry_ptr + at, place, mask=exists)
+        tl.store(entry_ptr + layers * entries + at, place * BLOCK_C, mask=exists)
+        flag = (real & full).to(tl.int32) + 0 * layer
+        tl.store(entry_ptr + 2 * layers * entries + at, flag, mask=exists)
+        i = tl.arange(0, BLOCK)
+        token = tl.load(tokens_ptr + e).to(tl.int64)
+        u = tl.load(embed_ptr + token * WIDTH + i, mask=(i < WIDTH) & real, other=0.0)
+        tl.store(u_ptr + e.to(tl.int64) * WIDTH + i, u, mask=i < WIDTH)
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _project_kernel(
+        v_ptr, w_ptr, open_ptr, C_ptr, slots_ptr, target_ptr, start_ptr,
+        rows, columns, first, last, K: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """v w^T; columns [first, last) to C, the rest to the row's open chunk."""
+        row, column = _tile_of(rows, columns, BLOCK_M, BLOCK_N)
+        _fetch_rows(w_ptr, column, columns, K, EARLY)
+        _wait(EARLY)
+        acc = _products(v_ptr, w_ptr, row, rows, column, columns, K, BLOCK_K, EMULATE)
+        acc = acc.to(open_ptr.dtype.element_ty)
+        exists = row < rows
+        slot = tl.load(slots_ptr + row, mask=exists, other=-1)
+        to = tl.load(start_ptr + row, mask=exists, other=0).to(tl.int64)
+        to += tl.load(target_ptr + row, mask=exists, other=0)
+        read = (column >= first) & (column < last)
+        kept = column - tl.where(column >= last, last - first, 0)
+        at = to[:, None] * (columns - last + first) + kept[None, :]
+        own = (slot >= 0)[:, None] & (~read & (column < columns))[None, :]
+        tl.store(open_ptr + at, acc, mask=own)
+        at = row.to(tl.int64)[:, None] * (last - first) + (column - first)[None, :]
+        tl.store(C_ptr + at, acc, mask=exists[:, None] & read[None, :])
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _gate_up_kernel(
+        v_ptr, w_ptr, out_ptr, rows, width, K: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """silu(gate) up for [gate, up] = v w^T; a tile holds both halves, in turns."""
+        kind = out_ptr.dtype.element_ty
+        row, column = _tile_of(rows, 2 * width, BLOCK_M, BLOCK_N)
+        source = column // 2 + column % 2 * width
+        inside = tl.where(column < 2 * width, source, 2 * width)
+        _fetch_rows(w_ptr, inside, 2 * width, K, EARLY)
+        _wait(EARLY)
+        acc = _products(v_ptr, w_ptr, row, rows, inside, 2 * width, K, BLOCK_K, EMULATE)
+        acc = tl.reshape(acc.to(kind), (BLOCK_M, BLOCK_N // 2, 2))
+        gate, up = tl.split(acc)
+        out, _ = tl.split(tl.reshape(column, (BLOCK_N // 2, 2)))
+        out = out // 2
+        at = row.to(tl.int64)[:, None] * width + out[None, :]
+        mask = (row < rows)[:, None] & (out < width)[None, :]
+        tl.store(out_ptr + at, _gated(gate, up).to(kind), mask=mask)
+
+
+# %% notebooks/09_decoding.py#one-step
+class _Step:
+    """One step's entries: where each token goes, in every layer, and its vector."""
+
+    def __init__(self, model, tokens, cache, slots) -> None:
+        cfg, weight = model.cfg, model.embed.weight
+        E, L = len(tokens), cfg.n_layers
+        self.u = weight.new_empty(E, cfg.d_model)
+        self.targets = slots.new_empty(E)
+        entries = slots.new_empty(3, L, E)
+        self.slots, self.starts, self.full = entries
+        C = cache.chunk
+        self.gates = self.u.new_empty(L, E, cfg.n_heads, 4, C, dtype=torch.float32)
+        with torch.cuda.device_of(weight):
+            _begin_kernel[(E,)](
+                tokens, slots, cache.cursor, weight, self.u, self.targets, entries,
+                cache.slots, L, WIDTH=cfg.d_model, BLOCK=_block(cfg.d_model, 2**16),
+                LAYERS=_block(L, 2**16), BLOCK_C=C, **_early(weight),
+            )  # fmt: skip
+        self.rows = cache.open.flatten(0, 2)
+        self.states = cache.states.flatten(0, 1)
+        self.cache, self.early = cache, _early(weight)
+
+    def norm(self, module: nn.RMSNorm) -> Tensor:
+        """The residual stream as products read it."""
+        out = torch.empty_like(self.u, dtype=self.cache.dtype)
+        return _launch_rms_norm(self.u, module.weight, out, module.eps, self.early)
+
+    def product(self, z: Tensor, weight: nn.Parameter, add=False) -> Tensor:
+        """z weight^T; add: to the residual stream."""
+        weight = self.cache.weight(weight)
+        if add:
+            out = torch.empty_like(self.u)
+            return _launch_linear(z, weight, out, self.u, early=self.early)
+        out = z.new_empty(len(z), len(weight))
+        return _launch_linear(z, weight, out, early=self.early)
+
+    def project(self, v: Tensor, layer: int, block: nn.Module) -> Tensor:
+        """Write x, B and dt of the tokens into their chunks. Returns: C."""
+        cfg, weight = block.cfg, self.cache.weight(block.in_proj.weight)
+        first = cfg.n_heads * (cfg.head_dim + 2 * cfg.state_dim)
+        last = first + 2 * cfg.n_heads * cfg.state_dim
+        C = v.new_empty(len(v), last - first)
+        (rows, K), columns = v.shape, len(weight)
+        tile = _checked_tile(rows, v)
+        grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
+        with torch.cuda.device_of(v):
+            _project_kernel[grid](
+                v, weight, self.rows, C, self.slots[layer], self.targets,
+                self.starts[layer], rows, columns, first, last, K=K,
+                EMULATE=_interpreted(), **_tiling(tile), **self.early,
+            )  # fmt: skip
+        return C
+
+    def gate_up(self, v: Tensor, weight: nn.Parameter) -> Tensor:
+        """The inner vector of the SwiGLU."""
+        weight = self.cache.weight(weight)
+        (rows, K), width = v.shape, len(weight) // 2
+        out = v.new_empty(rows, width)
+        tile = _checked_tile(rows, v)
+        grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(2 * width, tile[1]),)
+        with torch.cuda.device_of(v):
+            _gate_up_kernel[grid](
+                v, weight, out, rows, width, K=K, EMULATE=_interpreted(),
+                **_tiling(tile), **self.early,
+            )  # fmt: skip
+        return out
+
+
+def _row_block(step: _Step, layer: int, block: nn.Module, config) -> None:
+    """One block for the row of each entry; the residual stream moves on."""
+    C = step.project(step.norm(block.norm_ssd), layer, block)
+    y = C.new_empty(len(C), block.cfg.n_heads, block.cfg.head_dim)
+    entry = (step.slots[layer], step.targets, step.starts[layer])
+    if config is None:
+        _scan_by_training_kernels(step, layer, block, C, y)
+    else:
+        gates = step.gates[layer]
+        cb = bmm_rows(C, step.rows, step.cache.chunk, *entry[1:], config,
+                      A=block.A.detach(), slots=entry[0], dA_cumsum=gates)  # fmt: skip
+        chunk_scan_rows(cb, step.rows, gates, C, y, *entry, step.states, config)
+    mixed = step.product(y.flatten(1), block.mimo.weight)
+    step.u = step.product(mixed, block.out_proj.weight, add=True)
+    inner = step.gate_up(step.norm(block.norm_ffn), block.ffn_gate_up.weight)
+    step.u = step.product(inner, block.ffn_down.weight, add=True)
+
+
+def _scan_by_training_kernels(step, layer, block, C, y) -> None:
+    """The row of each entry, and full chunks' states, by scanning the open chunks."""
+    launches["training kernels"] += 1
+    cfg, Q = block.cfg, step.cache.chunk
+    real = (step.slots[layer] >= 0).nonzero().flatten()
+    slots, starts, full = (
+        z[layer][real].long() for z in (step.slots, step.starts, step.full)
+    )
+    targets = step.targets[real].long()
+    place = torch.arange(Q, device=C.device)
+    rows = step.rows[starts[:, None] + place].clone()  # (E, Q, width)
+    rows[place > targets[:, None]] = 0
+    read = rows.new_zeros(len(real), Q, C.shape[-1])
+    read[torch.arange(len(real)), targets] = C[real]
+    first = cfg.n_heads * (cfg.head_dim + 2 * cfg.state_dim)
+    proj = torch.cat([rows[..., :first], read, rows[..., first:]], -1)
+    outputs, final = block._scan(
+        proj, "fused", initial_states=step.states[slots], return_final_states=True
+    )
+    y.zero_()
+    y[real] = outputs[torch.arange(len(real)), targets]
+    step.states[slots[full > 0]] = final[full > 0]
+
+
+@torch.no_grad()
+def exact_step(
+    model: nn.Module,
+    tokens: Int[Tensor, "E"],
+    cache: ExactCache,
+    slots: Int[Tensor, "E"],
+) -> Float[Tensor, "E V"]:
+    """Logits of the next position of each slot, after one more token in it.
+
+    Bit for bit those of a full forward of the batch-invariant model on the slot's whole
+    sequence, whoever else is in the batch. On a GPU it can be captured in a CUDA graph,
+    after one step outside.
+
+    Args:
+        tokens: one id an entry.
+        slots: int32, no slot twice; below 0 for a padding lane, whose logits mean
+            nothing and which touches nothing.
+
+    Raises: TypeError, ValueError: a shape, dtype or cache that does not fit.
+
+    Source: notebook 09, "One step".
+    """
+    _check_step(tokens, cache, slots, model)
+    if not cache.by_rows:
+        return _step_in_windows(model, tokens, cache, slots)
+    cfg = model.cfg
+    step = _Step(model, tokens, cache, slots)
+    config = row_kernel_configs(
+        step.u, cache.chunk, head_dim=cfg.head_dim, state_dim=cfg.state_dim,
+        precision=cfg.ssd_precision,
+    )  # fmt: skip
+    if config is None:
+        _warn_slow()
+    for i, block in enumerate(model.layers):
+        _row_block(step, i, block, config)
+    if config is not None:
+        chunk_state_passing_rows(
+            step.rows, step.gates.flatten(0, 1), step.starts.flatten(),
+            step.full.flatten(), step.slots.flatten(), step.states, config,
+        )  # fmt: skip
+    weight = cache.weight(model.lm_head.weight)
+    logits = step.u.new_empty(len(tokens), len(weight), dtype=torch.float32)
+    hidden = step.norm(model.norm_f)
+    return _launch_linear(hidden, weight, logits, early=step.early)
+
+
+@cache
+def _warn_slow() -> None:
+    """Once a process."""
+    warnings.warn(
+        "exact decode: on this device the row kernels do not have the bits of the "
+        "training kernels; each step scans the open chunk with those, which is slower",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _check_step(tokens, cache, slots, model) -> None:
+    """Refuse what does not fit.
+
+    Raises: TypeError, ValueError, naming the argument.
+    """
+    if slots.dtype != torch.int32:
+        raise TypeError(f"slots is {slots.dtype}; wanted int32")
+    if slots.ndim != 1 or len(slots) != len(tokens):
+        raise ValueError(
+            f"slots has shape {tuple(slots.shape)}; wanted ({len(tokens)},), one for "
+            "each entry"
+        )
+    _check_states(cache.states)
+    if cache.layers != model.cfg.n_layers:
+        raise ValueError(
+            f"the cache has {cache.layers} layers; the model has {model.cfg.n_layers}"
+        )
+    dtype = _working_dtype(tokens.device) if cache.by_rows else cache.dtype
+    if dtype != cache.dtype:
+        raise ValueError(
+            f"the cache was made for {cache.dtype} and autocast now gives {dtype}; "
+            "make and use it under the same autocast"
+        )
+
+
+# %% notebooks/09_decoding.py#the-prompt
+@torch.no_grad()
+def exact_prefill(
+    model: nn.Module,
+    tokens: Int[Tensor, "E T"],
+    lengths: Int[Tensor, "E"],
+    cache: ExactCache,
+    slots: Int[Tensor, "E"],
+) -> Float[Tensor, "E V"]:
+    """Put prompts into slots; the logits after the last token of each.
+
+    The whole chunks of a prompt go into the slot's state, what is left into its open
+    chunk. A prompt may come in pieces: all but the last end on a chunk boundary. A slot
+    that held another sequence is emptied first, by `cache.reset`.
+
+    Args:
+        tokens: ids; what follows a prompt in its row does not matter.
+        lengths: tokens of each prompt, 1 to T.
+        slots: int32, no slot twice; below 0 for a row to be left out.
+
+    Raises: TypeError, ValueError: what does not fit, or a slot with an open chunk.
+
+    Source: notebook 09, "The prompt".
+    """
+    _check_step(tokens, cache, slots, model)
+    _check_prompts(tokens, lengths, cache, slots)
+    logits = model.embed.weight.new_zeros(
+        len(tokens), model.cfg.vocab_size, dtype=torch.float32
+    )
+    real = (slots >= 0).nonzero().flatten()
+    if len(real):
+        fill = _prefill_rows if cache.by_rows else _prefill_in_windows
+        some = (tokens[real], lengths[real].long(), cache, slots[real].long())
+        logits[real] = fill(model, *some)
+    return logits
+
+
+def _check_prompts(tokens, lengths, cache, slots) -> None:
+    """Refuse lengths out of range and open chunks.
+
+    Raises: ValueError, naming the argument.
+    """
+    time, real = tokens.shape[1], slots >= 0
+    bad = real & ((lengths < 1) | (lengths > time))
+    if bad.any():
+        raise ValueError(f"lengths holds {lengths[bad][0]}; wanted 1 to {time}")
+    held = torch.where(real, cache.cursor[slots.clamp(min=0).long()], 0)
+    if held.any():
+        slot, rows = slots[held > 0][0], held[held > 0][0]
+        raise ValueError(
+            f"slot {slot} holds {rows} tokens of an open chunk; a prompt goes on at a "
+            f"multiple of {cache.chunk} tokens, or into an empty slot (cache.reset)"
+        )
+
+
+def _prefill_rows(model, tokens, lengths, cache, slots) -> Tensor:
+    """By the training kernels; the state of the last whole chunk from a second scan."""
+    cfg, Q = model.cfg, cache.chunk
+    whole = lengths // Q * Q
+    u = model.embed(tokens)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    later = place >= whole[:, None]
+    tail = whole[:, None] + torch.arange(Q, device=tokens.device)
+    unused = tail >= lengths[:, None]
+    tail = tail.clamp(max=tokens.shape[1] - 1)
+    each = torch.arange(len(tokens), device=tokens.device)
+    first = cfg.n_heads * (cfg.head_dim + 2 * cfg.state_dim)
+    last = first + 2 * cfg.n_heads * cfg.state_dim
+    for i, block in enumerate(model.layers):
+        u, proj = block._project(u)
+        entering = cache.states[i, slots]
+        y = block._scan(proj, "fused", initial_states=entering)
+        rows = proj[each[:, None], tail].masked_fill(unused[..., None], 0)
+        cache.open[i, slots] = torch.cat([rows[..., :first], rows[..., last:]], -1)
+        # No input and no step: what is left adds nothing and nothing decays.
+        still = proj.masked_fill(later[..., None], 0)
+        still[..., last:].masked_fill_(later[..., None], float("-inf"))
+        _, state = block._scan(
+            still, "fused", initial_states=entering, return_final_states=True
+        )
+        cache.states[i, slots] = state
+        u = block._finish(u, y)
+    cache.cursor[slots] = (lengths - whole).int()
+    hidden = batch_invariant.norm(u[each, lengths - 1], model.norm_f)
+    return model._head(hidden)
+
+
+# %% notebooks/09_decoding.py#on-a-cpu
+def _prefill_in_windows(model, tokens, lengths, cache, slots) -> Tensor:
+    """One sequence and one window at a time, as the model's own forward does."""
+    logits = []
+    for row, length, slot in zip(tokens, lengths.tolist(), slots.tolist(), strict=True):
+        for part in row[:length].split(cache.chunk):
+            cache.open[slot] = F.pad(part, (0, cache.chunk - len(part)))
+            cache.cursor[slot] = len(part) - 1
+            last = _replay(model, cache, slot)
+        logits.append(last)
+    return torch.stack(logits)
+
+
+def _step_in_windows(model, tokens, cache, slots) -> Tensor:
+    """Replay the window of each slot, with one more token in it."""
+    logits = model.embed.weight.new_zeros(
+        len(tokens), model.cfg.vocab_size, dtype=torch.float32
+    )
+    for e, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            cache.open[slot, cache.cursor[slot]] = tokens[e]
+            logits[e] = _replay(model, cache, slot)
+    return logits
+
+
+def _replay(model, cache, slot: int) -> Float[Tensor, "V"]:
+    """Logits of the token at the cursor, from the window around it through all layers.
+
+    The cursor moves on; a full window leaves its state.
+    """
+    states = [state[slot : slot + 1] for state in cache.states]
+    hidden, states = model._through_layers(cache.open[slot : slot + 1], None, states)
+    target = int(cache.cursor[slot])
+    full = target == cache.chunk - 1
+    cache.cursor[slot] = 0 if full else target + 1
+    if full:
+        cache.states[:, slot] = torch.cat(states)
+    return model._head(hidden)[0, target]

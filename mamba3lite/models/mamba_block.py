@@ -136,33 +136,62 @@ class Mamba3Block(nn.Module):
         return self._forward_impl(u, reset, initial_states, return_final_states)
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
-        add_norm, swiglu = self.row_operations(u)
-        u, normed = add_norm(u, None, self.norm_ssd)
+        u, proj = self._project(u)
         y, final_states = self._ssd_with_dispatch(
-            self.in_proj(normed),
-            reset,
-            initial_states=initial_states,
-            return_final_states=True,
+            proj, reset, initial_states=initial_states, return_final_states=True
         )
-        if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
-            y = y.to(self.mimo.weight.dtype)
-        mixed = self.mimo(y)
-        u, normed = add_norm(u, self.out_proj(mixed.flatten(-2)), self.norm_ffn)
-        u = u + self.ffn_down(swiglu(self.ffn_gate_up(normed)))
+        u = self._finish(u, y)
         return (u, final_states) if return_final_states else u
 
-    def fuses(self, device: torch.device) -> bool:
-        """Whether the fused kernels run on this device."""
-        return self._usable_dispatch(device) == "fused"
+    def _project(self, u):
+        """The stream, and from it the streams of the scan."""
+        add_norm, _ = self.row_operations(u)
+        u, normed = add_norm(u, None, self.norm_ssd)
+        return u, self._times(self.in_proj, normed)
+
+    def _finish(self, u, y):
+        """Add both branches, the first from the output of the scan."""
+        add_norm, swiglu = self.row_operations(u)
+        if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
+            y = y.to(self.mimo.weight.dtype)
+        mixed = self._times(self.mimo, y).flatten(-2)
+        u, normed = add_norm(u, self._times(self.out_proj, mixed), self.norm_ffn)
+        both = self._times(self.ffn_gate_up, normed)
+        return u + self._times(self.ffn_down, swiglu(both))
+
+    def _times(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What a module multiplies; each row by itself where that is promised."""
+        if not self.by_rows(x):
+            return module(x)
+        from mamba3lite.models.batch_invariant import linear  # it imports triton
+
+        return module(x, linear) if module is self.mimo else linear(x, module.weight)
 
     def row_operations(self, u: Tensor):
-        """How to add and norm, and how to gate: by PyTorch, or fused."""
-        if self.fuses(u.device):
+        """How to add and norm, and how to gate: by PyTorch, fused, or by single rows.
+
+        Args: u: what they are for; its device and whether anybody watches decide.
+        """
+        if self.by_rows(u):
+            from mamba3lite.models import batch_invariant  # it imports triton
+
+            return batch_invariant.add_norm, batch_invariant.swiglu
+        if self.fuses(u):
             from mamba3lite.models import row_kernels  # it imports triton
 
             if row_kernels.fuses_rows(u):
                 return row_kernels.add_norm, row_kernels.swiglu
         return _add_norm, _swiglu
+
+    def by_rows(self, z: Tensor) -> bool:
+        """Whether kernels compute each row of z by itself; see `batch_invariant`."""
+        # The dispatch by name too: a compiled graph checks it, and not what it led to.
+        wanted = self.cfg.batch_invariant and self.cfg.ssd_dispatch == "fused"
+        return wanted and self.fuses(z)
+
+    def fuses(self, z: Tensor) -> bool:
+        """Whether the fused kernels run where z is."""
+        return self._usable_dispatch(z.device) == "fused"
 
     def _ssd_with_dispatch(
         self,
@@ -206,6 +235,7 @@ class Mamba3Block(nn.Module):
 
             sizes = {"n_heads": cfg.n_heads, "head_dim": cfg.head_dim}
             sizes |= {"state_dim": cfg.state_dim, "chunk_size": cfg.chunk_size}
+            options |= {"walk": False} if cfg.batch_invariant else {}
             return ssd_fused(
                 proj, self.A, **sizes, precision=cfg.ssd_precision, **options
             )

@@ -28,6 +28,8 @@ class MIMO(nn.Module):
         n_heads: number of heads H.
         head_dim: channels per head D.
 
+    `forward` takes, after y, what multiplies it by the weight, as `F.linear` does.
+
     Shapes: (B, T, H, D) -> (B, T, H, D), in the dtype of the weight.
 
     Source: notebook 07, "A mixer across heads".
@@ -38,5 +40,7 @@ class MIMO(nn.Module):
         self.weight = nn.Parameter(torch.eye(n_heads * head_dim))
         self.weight._identity_init = True  # the model's initializer leaves it alone
 
-    def forward(self, y: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
-        return F.linear(y.flatten(-2), self.weight).view_as(y)
+    def forward(
+        self, y: Float[Tensor, "B T H D"], product=F.linear
+    ) -> Float[Tensor, "B T H D"]:
+        return product(y.flatten(-2), self.weight).view_as(y)

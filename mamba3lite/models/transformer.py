@@ -69,9 +69,10 @@ class ModelConfig:
             self._check(field.name, type(field.default), getattr(self, field.name))
         if self.state_dim % 2:
             raise ValueError(f"state_dim is {self.state_dim}; it must be even")
-        if self.batch_invariant:
+        if self.batch_invariant and self.ssd_dispatch == "triton":
             raise ValueError(
-                "batch_invariant is True; this version of mamba3lite allows False only"
+                "batch_invariant is True; it goes with ssd_dispatch 'pytorch' or "
+                "'fused', not 'triton'"
             )
 
     def _check(self, name: str, kind: type, value: object) -> None:
@@ -106,23 +107,43 @@ def _chunk_log_p_and_dlogits(
     index: Int[Tensor, "n 1"],
     vocab: int,
     dtype: torch.dtype,
+    by_rows: bool | None,
     fused: bool,
 ) -> tuple[Float[Tensor, "n 1"], Float[Tensor, "n rows"]]:
     """Log-probability of each target, in dtype; gradient of the loss in the logits.
 
-    Args: head: what h is multiplied by; rows from vocab on are padding. fused: in one
-        kernel.
+    Args: head: what h is multiplied by; rows from vocab on are padding. by_rows: None
+        for any fast way; else the log-probabilities are those of `token_log_probs`.
+        fused: softmax and gradient in one kernel.
     """
-    logits = h @ head.T
+    logits = _logits(h, head, bool(by_rows))
     if fused:
         from mamba3lite.models.row_kernels import softmax_less_target_  # needs triton
 
         return softmax_less_target_(logits, index, vocab), logits
     logits[:, vocab:] = float("-inf")
-    log_p = logits.log_softmax(-1, dtype=dtype)
+    if by_rows is None:
+        log_p = logits.log_softmax(-1, dtype=dtype)
+    else:
+        from mamba3lite.models.batch_invariant import log_softmax  # it imports triton
+
+        log_p = log_softmax(logits)
     at_target = log_p.gather(1, index)
-    dlogits = torch.exp(log_p, out=logits)
+    room = logits if logits.dtype == h.dtype else h.new_empty(0)
+    del logits  # two of this size at once, not three
+    dlogits = torch.exp(log_p, out=room)
     return at_target, dlogits.scatter_(1, index, at_target.expm1().to(h.dtype))
+
+
+def _logits(
+    h: Float[Tensor, "n d_model"], head: Float[Tensor, "rows d_model"], by_rows: bool
+) -> Float[Tensor, "n rows"]:
+    """h head^T; by_rows: each row by itself, and in float32."""
+    if not by_rows:
+        return h @ head.T
+    from mamba3lite.models.batch_invariant import _linear  # it imports triton
+
+    return _linear(h, head, True)
 
 
 def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tensor:
@@ -135,9 +156,13 @@ def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tens
 
 
 def _loss_and_gradients(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False, by_rows=None,
+    window=0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss and its gradients in hidden and weight; empty if not asked for."""
+    """Summed loss and its gradients in hidden and weight; empty if not asked for.
+
+    window: how many tokens at once, always that many; 0 for a large number.
+    """
     vocab, width = weight.shape
     exact = torch.promote_types(hidden.dtype, torch.float32)
     head = _padded_head(weight, dtype)
@@ -145,14 +170,15 @@ def _loss_and_gradients(
     dweight = weight.new_zeros(head.shape if weight_grad else 0, dtype=exact)
     flat, targets = hidden.reshape(-1, width).to(dtype), targets.reshape(-1, 1)
     losses = hidden.new_empty(targets.shape, dtype=exact)
-    for start in range(0, len(targets), _TOKENS_AT_ONCE):
-        chunk = slice(start, start + _TOKENS_AT_ONCE)
+    at_once = window or _TOKENS_AT_ONCE
+    for start in range(0, len(targets), at_once):
+        chunk = slice(start, start + at_once)
         valid = targets[chunk] != -100
         keep = valid.to(dtype)
         h = flat[chunk] * keep
         index = targets[chunk].where(valid, 0).long()
         at_target, dlogits = _chunk_log_p_and_dlogits(
-            h, head, index, vocab, exact, fused
+            h, head, index, vocab, exact, by_rows, fused
         )
         losses[chunk] = at_target.neg().where(valid, 0)
         if hidden_grad:
@@ -172,7 +198,8 @@ _cross_entropy = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor weight, Tensor targets, ScalarType dtype, "
-        "bool hidden_grad, bool weight_grad, bool fused=False) "
+        "bool hidden_grad, bool weight_grad, bool fused=False, bool? by_rows=None, "
+        "int window=0) "
         "-> (Tensor, Tensor, Tensor)"
     ),
 )
@@ -180,7 +207,8 @@ _cross_entropy = torch.library.custom_op(
 
 @_cross_entropy.register_fake
 def _fake_cross_entropy(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False, by_rows=None,
+    window=0,
 ):
     exact = torch.promote_types(hidden.dtype, torch.float32)
     return (
@@ -204,9 +232,9 @@ def _scale_gradients(ctx, dloss, *_):
             "and use torch.nn.functional.cross_entropy"
         )
     if dloss is None:
-        return (None,) * 7
+        return (None,) * 9
     wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 5
+    return *(z * dloss if needed else None for z, needed in wanted), *[None] * 7
 
 
 _cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -217,6 +245,8 @@ def _cross_entropy_sum(
     weight: Float[Tensor, "V d_model"],
     targets: Int[Tensor, "B T"],
     fused: bool = False,
+    by_rows: bool | None = None,
+    window: int = 0,
 ) -> Float[Tensor, ""]:
     """Sum of the cross-entropy over valid targets; logits of a chunk at a time.
 
@@ -228,6 +258,8 @@ def _cross_entropy_sum(
         weight: output embedding.
         targets: token ids already shifted; -100 is ignored.
         fused: take the softmax in one kernel.
+        by_rows: None, or how a batch-invariant model computes: True where kernels
+            take each row by itself, False where windows of `window` tokens are.
 
     Returns: a scalar, float32, or float64 for hidden in float64.
 
@@ -240,7 +272,12 @@ def _cross_entropy_sum(
         dtype = torch.get_autocast_dtype(device)
     learns = torch.is_grad_enabled()
     wanted = [learns and z.requires_grad for z in (hidden, weight)]
-    return _cross_entropy(hidden, weight, targets, dtype, *wanted, fused)[0]
+    if window:  # the place of a token in its window is that in the full forward
+        missing = -targets.shape[1] % window
+        hidden = F.pad(hidden, (0, 0, 0, missing))
+        targets = F.pad(targets, (0, missing), value=-100)
+    how = fused, by_rows, window
+    return _cross_entropy(hidden, weight, targets, dtype, *wanted, *how)[0]
 
 
 # %% notebooks/07_block_and_model.py#the-whole-model
@@ -308,18 +345,50 @@ class Mamba3Transformer(nn.Module):
                 targets together with return_states.
         """
         self._check_call(tokens, targets, doc_ids, reduction, return_states)
-        hidden, states = self._hidden(tokens, doc_ids, states)
+        hidden, states = self._hidden(tokens, doc_ids, states, return_states)
         if targets is None:
-            logits = self.lm_head(hidden).float()
+            logits = self._head(hidden)
             return (logits, states) if return_states else logits
-        fused = hidden.is_cuda and self.layers[0].fuses(hidden.device)
-        loss_sum = _cross_entropy_sum(hidden, self.lm_head.weight, targets, fused)
+        by_rows = self.by_rows() if self.cfg.batch_invariant else None
+        loss_sum = _cross_entropy_sum(
+            *(hidden, self.lm_head.weight, targets),
+            fused=by_rows is None and hidden.is_cuda and self.layers[0].fuses(hidden),
+            by_rows=by_rows,
+            window=self.cfg.chunk_size if by_rows is False else 0,
+        )
         n_valid = (targets != -100).sum()
         if reduction == "sum":
             return loss_sum, n_valid
         return loss_sum / n_valid.clamp(min=1)
 
-    def _hidden(self, tokens, doc_ids, states):
+    def by_rows(self) -> bool:
+        """Whether kernels compute each row by itself; see `batch_invariant`."""
+        return self.layers[0].by_rows(self.embed.weight)
+
+    def chunk(self) -> int:
+        """Tokens after which a state is passed on, by the scan that runs here."""
+        cfg = self.cfg
+        if not self.by_rows():
+            return cfg.chunk_size
+        from mamba3lite.models.ssd_fused import _chunk_of  # it imports triton
+
+        sizes = (cfg.chunk_size, cfg.head_dim, cfg.state_dim)
+        return _chunk_of(*sizes, cfg.ssd_precision)
+
+    def _head(self, hidden: Float[Tensor, "B T d_model"]) -> Float[Tensor, "B T V"]:
+        """Logits in float32."""
+        if not self.cfg.batch_invariant:
+            return self.lm_head(hidden).float()
+        if self.by_rows():
+            from mamba3lite.models.batch_invariant import linear  # it imports triton
+
+            return linear(hidden, self.lm_head.weight, in_float32=True)
+        time, window = hidden.shape[1], self.cfg.chunk_size
+        padded = F.pad(hidden, (0, 0, 0, -time % window)).unflatten(1, (-1, window))
+        logits = [torch.cat([h @ self.lm_head.weight.T for h in row]) for row in padded]
+        return torch.stack(logits)[:, :time].float()
+
+    def _hidden(self, tokens, doc_ids, states, return_states=False):
         """The last norm's output, and the state that every layer ends in."""
         reset = None
         if doc_ids is not None:
@@ -330,6 +399,47 @@ class Mamba3Transformer(nn.Module):
             raise ValueError(
                 f"states holds {len(states)}; wanted {len(self.layers)}, one per layer"
             )
+        if self.cfg.batch_invariant and not self.by_rows():
+            return self._in_windows(tokens, reset, states, return_states)
+        return self._through_layers(tokens, reset, states)
+
+    def _in_windows(self, tokens, reset, states, return_states):
+        """One sequence and one window of chunk_size tokens at a time, padded to it.
+
+        Every operation always has the same shape; what it computes for a token can then
+        not depend on how long the sequence is or on the batch.
+        """
+        window, hidden, final_states = self.cfg.chunk_size, [], []
+        for b in range(len(tokens)):
+            rows, carried = [], [self._row_state(state, b) for state in states]
+            for start in range(0, tokens.shape[1], window):
+                here = (slice(b, b + 1), slice(start, start + window))
+                part, entering = tokens[here], carried
+                fresh = None if reset is None else reset[here]
+                missing = window - part.shape[1]
+                row, carried = self._through_layers(
+                    F.pad(part, (0, missing)),
+                    None if fresh is None else F.pad(fresh, (0, missing)),
+                    entering,
+                )
+                rows.append(row[:, : part.shape[1]])
+                if missing and return_states:  # the state before the padding
+                    _, carried = self._through_layers(part, fresh, entering)
+            hidden.append(torch.cat(rows, dim=1))
+            final_states.append(carried)
+        per_layer = zip(*final_states, strict=True)
+        return torch.cat(hidden), [torch.cat(states) for states in per_layer]
+
+    def _row_state(self, state, b: int) -> Complex[Tensor, "1 H D N"]:
+        """The state of one sequence; zero when there is none."""
+        cfg = self.cfg
+        if state is None:
+            shape = (1, cfg.n_heads, cfg.head_dim, cfg.state_dim)
+            device = self.embed.weight.device
+            return torch.zeros(shape, dtype=torch.complex64, device=device)
+        return state[b : b + 1]
+
+    def _through_layers(self, tokens, reset, states):
         u, final_states = self.embed(tokens), []
         for layer, state in zip(self.layers, states, strict=True):
             u, state = layer(u, reset, state, return_final_states=True)

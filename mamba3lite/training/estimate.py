@@ -120,7 +120,8 @@ def kept_by_layer(model: ModelConfig, setting: Setting) -> dict[str, int]:
 
 def fused_rows(model: ModelConfig, setting: Setting) -> bool:
     """Whether a step runs through ``models.row_kernels``."""
-    return setting.on_gpu and model.ssd_dispatch == "fused"
+    fused = setting.on_gpu and model.ssd_dispatch == "fused"
+    return fused and not model.batch_invariant
 
 
 def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
@@ -176,7 +177,8 @@ def loss_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     float32. The rest is that matrix as products read it, the hidden vectors likewise,
     and logits and log-probabilities of some tokens at a time. A CPU first widens
     logits in bf16; a GPU does so as it reads them, and the row kernels keep no
-    log-probabilities.
+    log-probabilities. A batch-invariant model has float32 logits where kernels compute
+    rows by themselves, and elsewhere those of one window at a time.
     """
     size = 2 if setting.half else 4
     tokens, d = setting.rows * model.max_seq_len, model.d_model
@@ -184,7 +186,10 @@ def loss_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     padded = -(-vocab // 64) * 64 if setting.on_gpu else vocab
     gradients = 4 * tokens * d + 4 * vocab * d
     at_once = min(tokens, _TOKENS_AT_ONCE)
-    logits = size * at_once * padded
+    by_rows = model.batch_invariant and setting.on_gpu and model.ssd_dispatch == "fused"
+    if model.batch_invariant and not by_rows:
+        at_once = min(tokens, model.chunk_size)
+    logits = (4 if by_rows else size) * at_once * padded
     log_p = 4 * at_once * padded * (2 if setting.half and not setting.on_gpu else 1)
     if fused_rows(model, setting):
         log_p = 0
