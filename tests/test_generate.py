@@ -227,7 +227,7 @@ def test_texts_number_prompts_and_samples():
     ("call", "line"),
     [
         (lambda m: Decoder(m, 0), "lanes: got 0, should be at least 1"),
-        (lambda m: Decoder(m, 1, "fast"), "mode: got fast, should be recurrent or exact"),
+        (lambda m: Decoder(m, 1, "fast"), "mode: got fast, should be recurrent or ex"),
         (
             lambda m: next(Decoder(m, 2).stream([[1]] * 3, eos_id=EOS, seeds=[0] * 3)),
             "prompts: got 3, should be 1 to 2",
