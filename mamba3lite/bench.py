@@ -761,7 +761,12 @@ def measure_model(
             say(f"{config}: {dispatch} is out of memory")
             continue
         row = {"dispatch": dispatch, "compiled": compiled} | row
-        say(f"{config}: {row}")
+        how = "compiled" if compiled else "eager"
+        say(
+            f"{config}, {dispatch}, {how}: {row['step_ms']:.1f} ms a step, "
+            f"{row['tokens_per_s']:,.0f} tokens/s, peak {row['peak_gb']:.1f} GB, "
+            f"loss {row['first_loss']:.2f} to {row['last_loss']:.2f}"
+        )
         yield row
 
 
@@ -931,7 +936,10 @@ def write_report(file: Path | None, report: dict[str, Any]) -> str | None:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """The table of all rows, and how the kernel compares."""
-    console.print(table_of(report["rows"]))
+    if report["rows"]:
+        console.print(table_of(report["rows"]))
+    elif not report.get("model"):
+        console.print("nothing of this can be measured here")
     for ratio in report["ratios"]:
         kernel = kernel_of(ratio["part"], report["rows"])
         print(
@@ -1003,8 +1011,12 @@ def main(
         raise typer.BadParameter(f"{json_file.parent} is not a folder")
     if overrides and not model:
         raise typer.BadParameter("--set changes the configuration of --model; name one")
-    if decode and (tune or peers or not model):
-        raise typer.BadParameter("--decode goes with --model, not --tune or --peers")
+    if decode and not model:
+        raise typer.BadParameter("--decode measures a model; name one with --model")
+    if decode and (tune or peers or parts or no_scan):
+        raise typer.BadParameter(
+            "--decode leaves the scan out; no option of it goes along"
+        )
     parts = check_parts(parts, not no_scan, peers, model)
     if model:
         check_model(model, overrides or [])

@@ -202,10 +202,18 @@ def generate(
     from mamba3lite.training.checkpoint import CheckpointError
     from mamba3lite.training.config import ConfigError
 
-    mistakes = OptionError, LogitsError, CheckpointError, ConfigError, DataError
+    mistakes = (
+        OptionError,
+        LogitsError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        OSError,
+    )
     with one_line_errors("generate", *mistakes):
         Sampling(temperature, top_k, top_p)
-        check("num_samples", num_samples, num_samples >= 1, "at least 1")
+        allowed = 1 <= num_samples <= 10**6
+        check("num_samples", num_samples, allowed, "between 1 and 1000000")
         check("batch_size", batch_size, batch_size >= 1, "at least 1")
         check_lengths(max_new_tokens, [seed, seed + num_samples - 1])
         wanted = [bytes_of_argument(text) for text in prompts]
@@ -328,7 +336,7 @@ def one_line_errors(command: str, *mistakes: type[Exception]) -> Iterator[None]:
     except mistakes as error:
         reason = str(error)
         if isinstance(error, OSError) and error.strerror:
-            reason = f"{error.filename}: {error.strerror}"
+            reason = f"{error.filename or 'output'}: {error.strerror}"
         to_stderr(f"mamba3lite {command}: {reason}")
         raise typer.Exit(2) from None
 

@@ -111,11 +111,17 @@ def table_of(report: dict) -> list[Row]:
 
 
 def main(file: Path) -> None:
-    """Print the table of a file."""
+    """Print the table of a file.
+
+    Raises: OSError, ValueError, KeyError: a file that does not hold it.
+    """
+    rows = table_of(json.loads(file.read_text(encoding="utf-8")))
+    if not rows:
+        raise ValueError("one GPU was not measured")
     print(
         "GPUs kind  link                    sent GB   ms  ratio one by one overlapped"
     )
-    for row in table_of(json.loads(file.read_text(encoding="utf-8"))):
+    for row in rows:
         print(
             f"{row.gpus:4} {row.parallel:5} {row.link:23} {row.sent_gb:7.3f} "
             f"{row.exchange_ms:6.1f} {row.ratio:5.1%} {row.one_by_one:8.1%} "
@@ -126,4 +132,9 @@ def main(file: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m mamba3lite.communication FILE.json")
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}")
+    except (ValueError, KeyError):
+        sys.exit(f"{sys.argv[1]}: is not what `python -m mamba3lite.scaling` writes")

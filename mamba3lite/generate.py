@@ -54,7 +54,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         finite = 0 <= self.temperature < float("inf")
-        check("temperature", self.temperature, finite, "at least 0")
+        check("temperature", self.temperature, finite, "at least 0, and finite")
         check("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all)")
         inside = 0 < self.top_p <= 1
         check("top_p", self.top_p, inside, "above 0 and at most 1")
@@ -74,7 +74,8 @@ def check_lengths(max_new_tokens: int, seeds: Sequence[int]) -> None:
 
     Raises: OptionError naming the option, what was got and what is allowed.
     """
-    check("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1")
+    allowed = 1 <= max_new_tokens < 2**31
+    check("max_new_tokens", max_new_tokens, allowed, "between 1 and 2**31 - 1")
     for seed in seeds:
         check("seed", seed, 0 <= seed < 2**63, "between 0 and 2**63 - 1")
 
@@ -249,6 +250,15 @@ class _Lanes:
     chances: Chances
 
 
+def products_of(mode: str, device: torch.device) -> torch.autocast:
+    """The context of a step: exact ones on a GPU compute as training does, in bfloat16.
+
+    Recurrent ones have copies of the weights in the dtype of their own.
+    """
+    enabled = mode == "exact" and device.type == "cuda"
+    return torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False)
+
+
 class Decoder:
     """Continues prompts side by side, in memory that their length does not change.
 
@@ -273,15 +283,10 @@ class Decoder:
         self.model, self.lanes = model, lanes
         self.device = next(model.parameters()).device
         self._on_gpu = self.device.type == "cuda"
-        self._exact_on_gpu = self._on_gpu and mode == "exact"
+        self._products = partial(products_of, mode, self.device)
         with self._products():
             self._cache = cache_of(model, lanes)
         self._rounds: dict[tuple, tuple[_Lanes, Callable[[], None]]] = {}
-
-    def _products(self) -> torch.autocast:
-        """As training computes them; the recurrence has copies of its own."""
-        kind, enabled = self.device.type, self._exact_on_gpu
-        return torch.autocast(kind, torch.bfloat16, enabled, cache_enabled=False)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], **options

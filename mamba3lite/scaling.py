@@ -669,7 +669,8 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of a run.", min=6)] = 50,
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1,2,4,8",
     seconds: Annotated[
-        float, typer.Option(help="Time for everything; what is left over is not run.")
+        float,
+        typer.Option(help="For everything; what does not fit is not run.", min=1),
     ] = 3600,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all numbers to this file.")
@@ -678,13 +679,18 @@ def main(
     """Measure training on the GPUs of this host, and check that it stays the same."""
     here = torch.cuda.device_count() or os.cpu_count() or 1
     try:
-        wanted = tuple(sorted({int(word) for word in gpus.split(",")} | {1}))
+        words = gpus.split(",")
+        if not all(word.isdecimal() and int(word) for word in words):
+            raise ValueError(f"--gpus {gpus}: wants numbers from 1 on, as 1,2,4,8")
+        wanted = tuple(sorted({int(word) for word in words} | {1}))
         for name in (config, small):
             load_config(name)
     except (ValueError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     if json_file and json_file.exists():
         raise typer.BadParameter(f"{json_file} exists; name a new file for --json")
+    if json_file and not json_file.parent.is_dir():
+        raise typer.BadParameter(f"{json_file.parent} is not a folder")
 
     def save(report: dict) -> None:
         if json_file:

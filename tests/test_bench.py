@@ -69,8 +69,9 @@ def test_help_names_every_option():
         (("--no-scan", "--model", "tiny", "--peers"), "--no-scan measures --model"),
         (("--no-scan", "--model", "tiny", "--part", "scan"), "and no --part"),
         (("--model", "tiny", "--set", "training.lr=x"), 'training.lr: got "x"'),
-        (("--decode",), "--decode goes with --model, not --tune or --peers"),
-        (("--decode", "--model", "tiny", "--tune"), "--decode goes with --model"),
+        (("--decode",), "--decode measures a model; name one"),
+        (("--decode", "--model", "tiny", "--tune"), "--decode leaves the scan out"),
+        (("--decode", "--model", "tiny", "--part", "scan"), "--decode leaves the"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_is_measured(

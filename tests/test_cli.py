@@ -367,7 +367,10 @@ def test_generate_streams_token_by_token(finished, monkeypatch):
             "/dev/null: holds no prompt; wants one a line\n",
         ),
         (["--mode", "fast"], "mode: got fast, should be recurrent"),
-        (["--num-samples", "0"], "num_samples: got 0, should be at least 1\n"),
+        (
+            ["--num-samples", "0"],
+            "num_samples: got 0, should be between 1 and 1000000\n",
+        ),
         (["--batch-size", "0"], "batch_size: got 0, should be at least 1\n"),
         (["--top-p", "2"], "top_p: got 2.0, should be above 0 and at most 1\n"),
         (["--checkpoint", "/nowhere"], "/nowhere: no such folder\n"),

@@ -36,9 +36,16 @@ ALL = ("pytorch ieee", "triton ieee", "triton tf32")
 ALL += ("fused ieee", "fused tf32", "fused bf16")
 
 
-def test_every_dispatch_and_precision_is_right_here():
+@pytest.fixture(scope="module")
+def here():
+    """What the command says of this machine; it takes a quarter of a minute."""
+    return run_doctor()
+
+
+@pytest.mark.slow
+def test_every_dispatch_and_precision_is_right_here(here):
     """Interpreted where there is no GPU: formulas and rounding, not the compiler."""
-    result = run_doctor()
+    result = here
     assert result.exit_code == 0, result.output
     assert verdicts(result.output) == dict.fromkeys(ALL, "right")
     for limits, line in zip(
@@ -53,10 +60,10 @@ def test_every_dispatch_and_precision_is_right_here():
         assert float(shown["ddt"]) <= of_dt and float(shown["dA"]) <= of_A
 
 
-def test_exact_decode_is_exact_here():
-    result = run_doctor()
+@pytest.mark.slow
+def test_exact_decode_is_exact_here(here):
     names = ["bf16", "tf32", "ieee"] if HAS_CUDA else ["windows"]
-    lines = re.findall(r"^exact decode in (\w+): the bits of", result.output, re.M)
+    lines = re.findall(r"^exact decode in (\w+): the bits of", here.output, re.M)
     assert lines == names
 
 

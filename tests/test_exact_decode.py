@@ -196,6 +196,7 @@ def test_log_probs_of_a_row_do_not_depend_on_the_others():
     torch.testing.assert_close(log_p.double(), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dispatch", [pytest.param("pytorch", marks=windows),
                  pytest.param("fused", marks=needs_triton)]
@@ -215,6 +216,7 @@ def test_the_loss_of_a_token_is_its_log_prob(dispatch):
 # ------------------------------------------------------------------ the kernels of rows
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("precision", ["ieee", "tf32", "bf16"])
 def test_every_row_and_boundary_state_of_the_scan(precision):
@@ -223,6 +225,7 @@ def test_every_row_and_boundary_state_of_the_scan(precision):
     assert differ == 0 if COMPILED else differ <= 4, "of 40 rows"
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_step_by_rows(autocast):
@@ -253,6 +256,7 @@ def test_a_step_by_rows(autocast):
             torch.testing.assert_close(logits[e], expected, atol=bound, rtol=0)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_without_row_kernels_the_training_kernels_scan_the_chunk(monkeypatch):
     model = model_of("fused", ssd_precision="ieee")
@@ -400,6 +404,7 @@ def test_it_continues_from_a_state_and_keeps_documents_apart():
                                atol=1e-4, rtol=1e-4)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dispatch", [pytest.param("pytorch", marks=windows),
                  pytest.param("fused", marks=needs_triton)]

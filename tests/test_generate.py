@@ -227,7 +227,10 @@ def test_texts_number_prompts_and_samples():
     ("call", "line"),
     [
         (lambda m: Decoder(m, 0), "lanes: got 0, should be at least 1"),
-        (lambda m: Decoder(m, 1, "fast"), "mode: got fast, should be recurrent or ex"),
+        (
+            lambda m: Decoder(m, 1, "fast"),
+            "mode: got fast, should be recurrent or exact",
+        ),
         (
             lambda m: next(Decoder(m, 2).stream([[1]] * 3, eos_id=EOS, seeds=[0] * 3)),
             "prompts: got 3, should be 1 to 2",
@@ -355,9 +358,21 @@ def test_a_row_that_is_not_finite_is_marked(bad, temperature):
 @pytest.mark.parametrize(
     ("option", "value", "line"),
     [
-        ("max_new_tokens", 0, "max_new_tokens: got 0, should be at least 1"),
-        ("temperature", -1.0, "temperature: got -1.0, should be at least 0"),
-        ("temperature", float("nan"), "temperature: got nan, should be at least 0"),
+        (
+            "max_new_tokens",
+            0,
+            "max_new_tokens: got 0, should be between 1 and 2**31 - 1",
+        ),
+        (
+            "temperature",
+            -1.0,
+            "temperature: got -1.0, should be at least 0, and finite",
+        ),
+        (
+            "temperature",
+            math.nan,
+            "temperature: got nan, should be at least 0, and finite",
+        ),
         ("top_k", -1, "top_k: got -1, should be at least 0 (0 keeps all)"),
         ("top_p", 0.0, "top_p: got 0.0, should be above 0 and at most 1"),
         ("top_p", 1.1, "top_p: got 1.1, should be above 0 and at most 1"),

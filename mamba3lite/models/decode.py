@@ -496,6 +496,7 @@ class _Stream:
 
 
 def _by_vectors(x, w, name, out, eps, norm, swiglu, add):
+    """out = x w^T for few rows, each product a sum in registers."""
     M, (E, K) = out.shape[1], x.shape
     rows, warps = _STEP_VECTORS[name]
     BLOCK_K = triton.next_power_of_2(K)
@@ -507,6 +508,7 @@ def _by_vectors(x, w, name, out, eps, norm, swiglu, add):
 
 
 def _by_tiles(x, w, out, half, eps, norm, swiglu, add):
+    """out = x w^T for some rows, in the matrix units."""
     M, (E, K) = out.shape[1], x.shape
     block_e = 16 if E <= 16 else 32 if E <= 32 else 64
     rows, columns, stages, warps, fetch = _STEP_TILES[block_e]
@@ -523,6 +525,7 @@ _CUBLAS_ADD = True
 
 
 def _by_cublas(stream, x, w, out, eps, norm, swiglu, add):
+    """out = x w^T by the library, with what comes before and behind in kernels."""
     if norm:
         x = torch.empty_like(stream.half)
         _start(
@@ -564,6 +567,7 @@ def _multiply(stream, x, w, name, out, eps, norm=False, swiglu=False, add=False)
 
 
 def _step_by_kernels(model, tokens, cache, slots):
+    """One step of every layer in kernels; logits (E, V)."""
     cfg, weights, E = model.cfg, cache._weights, len(tokens)
     H, D, N, eps = cfg.n_heads, cfg.head_dim, cfg.state_dim, cfg.rms_norm_eps
     stream = _Stream(F.embedding(tokens, model.embed.weight).float(), cache.dtype)

@@ -156,9 +156,9 @@ def _padded_head(weight: Float[Tensor, "V d_model"], dtype: torch.dtype) -> Tens
 
 
 def _loss_and_gradients(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False, by_rows=None,
-    window=0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False,
+    by_rows=None, window=0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Summed loss and its gradients in hidden and weight; empty if not asked for.
 
     window: how many tokens at once, always that many; 0 for a large number.
@@ -207,9 +207,9 @@ _cross_entropy = torch.library.custom_op(
 
 @_cross_entropy.register_fake
 def _fake_cross_entropy(
-    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False, by_rows=None,
-    window=0,
-):
+    hidden, weight, targets, dtype, hidden_grad, weight_grad, fused=False,
+    by_rows=None, window=0,
+):  # fmt: skip
     exact = torch.promote_types(hidden.dtype, torch.float32)
     return (
         hidden.new_empty((), dtype=exact),

@@ -167,7 +167,10 @@ def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
     if out.is_dir():
         raise MetricsError(f"{out}: is a folder; give the name of a PNG file")
     if not out.parent.is_dir():
-        raise MetricsError(f"{out}: there is no folder {out.parent}; make it first")
+        missing = f"there is no folder {out.parent}"
+        if out.parent in run_dirs:
+            raise MetricsError(f"{out.parent}: {missing}; name that of a run")
+        raise MetricsError(f"{out}: {missing}; make it first")
     figure = _draw_runs({str(run_dir): _rows_of(run_dir) for run_dir in run_dirs})
     temporary = out.with_name(f".tmp-{out.name}")
     try:
