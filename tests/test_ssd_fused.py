@@ -905,6 +905,15 @@ class TestOneOperator:
         for name, p in expected.items():
             assert relative_error(got[name].grad, p.grad) < 1e-4, name
 
+    @pytest.mark.parametrize("order", ["pytorch fused", "fused pytorch"])
+    def test_a_graph_serves_models_of_its_dispatch_alone(self, order, launches):
+        """The code of two models is the same; what is compiled for one is checked."""
+        for dispatch in order.split():
+            launches.clear()
+            model = small_model(dispatch, n_layers=1)
+            torch.compile(model, backend="aot_eager")(small_tokens())
+            assert launches.count("_output_kernel") == (dispatch == "fused")
+
     def test_a_launch_failure_propagates_from_a_compiled_model(self, monkeypatch):
         replace_kernels(monkeypatch, raises(TOO_LARGE))
         model = small_model("fused")

@@ -185,13 +185,13 @@ class Mamba3Block(nn.Module):
 
     def by_rows(self, z: Tensor) -> bool:
         """Whether kernels compute each row of z by itself; see `batch_invariant`."""
-        # The dispatch by name too: a compiled graph checks it, and not what it led to.
-        wanted = self.cfg.batch_invariant and self.cfg.ssd_dispatch == "fused"
-        return wanted and self.fuses(z)
+        return self.cfg.batch_invariant and self.fuses(z)
 
     def fuses(self, z: Tensor) -> bool:
         """Whether the fused kernels run where z is."""
-        return self._usable_dispatch(z.device) == "fused"
+        # By name too: a compiled graph checks that, and not what it led to.
+        wanted = self.cfg.ssd_dispatch == "fused"
+        return wanted and self._usable_dispatch(z.device) == "fused"
 
     def _ssd_with_dispatch(
         self,
@@ -210,7 +210,9 @@ class Mamba3Block(nn.Module):
                 f"layer {self.layer_idx}: A is {self.A.dtype}, its rotation is gone; "
                 "keep parameters in float32 and use autocast for bfloat16"
             )
-        dispatch = self._usable_dispatch(proj.device)
+        dispatch = self.cfg.ssd_dispatch
+        if dispatch != "pytorch":
+            dispatch = self._usable_dispatch(proj.device)
         scan = partial(
             self._scan,
             proj,
