@@ -857,6 +857,7 @@ class TestOneOperator:
         yield
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("optional", [False, True], ids=["without", "with"])
     def test_opcheck(self, optional):
         """Schema, fake tensors (sizes, strides, dtypes), autograd, dynamic shapes."""
@@ -905,6 +906,7 @@ class TestOneOperator:
         for name, p in expected.items():
             assert relative_error(got[name].grad, p.grad) < 1e-4, name
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("order", ["pytorch fused", "fused pytorch"])
     def test_a_graph_serves_models_of_its_dispatch_alone(self, order, launches):
         """The code of two models is the same; what is compiled for one is checked."""
@@ -1134,6 +1136,7 @@ class TestRefusals:
             for part in (precision, "ieee", "tf32", "bf16"):
                 assert repr(part) in str(error.value)
 
+    @pytest.mark.slow
     def test_without_triton(self):
         """The module imports, and each call says what is missing."""
         names, *messages, warning = run_python(WITHOUT_TRITON).splitlines()

@@ -629,6 +629,7 @@ class TestTritonScan:
             limit = 1e-3 if name in ("A", "dt") else 1e-4
             assert relative_error(got[name].cpu(), wanted) < limit, name
 
+    @pytest.mark.slow
     def test_warm_up_run_stays_finite(self):
         """Fifty steps of a growing learning rate, from random weights and downhill."""
         large = {"chunk_size": 64, "head_dim": 64, "state_dim": 64}
@@ -953,6 +954,7 @@ class TestCompiled:
         yield
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     def test_loss_and_gradients_are_the_same(self, launches):
         models = [small_model("triton"), small_model("triton")]
         compiled = torch.compile(models[0], backend="aot_eager")
