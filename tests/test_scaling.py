@@ -244,7 +244,7 @@ def forked(self: Bench, gpus: int, jobs: list, exchanges=()) -> None:
 def report(tmp_path_factory):
     """What is measured of a small model with two processes of this CPU."""
     base = tmp_path_factory.mktemp("scaling")
-    raw = {"model": MODEL, "training": {"total_steps": 1, "lr": 1e-3}, "data": {}}
+    raw = {"model": MODEL, "training": {"total_steps": 1, "lr": 1e-2}, "data": {}}
     raw["data"] = {"source": "stdlib", "tokenizer": "byte"}
     (base / "a.yaml").write_text(yaml.safe_dump(raw))
     text = write_corpus(base / "text", documents=60, words=200)
