@@ -1855,19 +1855,17 @@ if HAS_TRITON:
     )
     from mamba3lite.models.ssd_fused import (
         _chunk_sum,
-        _exp_where,
+        _dot,
         _from_entry,
-        _from_state,
-        _from_tokens,
-        _keys,
         _load_edge,
         _load_pair,
+        _operand,
         _operands,
         _passed_on,
         _read_gates,
-        _scores,
         _store_edge,
         _store_gates,
+        _turned,
     )
 
 ROW_BLOCK_SIZE_M = 16  # height of the tile that holds the one row of a step
@@ -1966,6 +1964,47 @@ slot = {
 }
 assert round(slot["f32"] / 1e6, 1) == 36.8 and round(slot["bf16"] / 1e6, 1) == 25.7
 assert round(layers * state / 1e6, 1) == 14.7, "what the recurrence keeps"
+
+# %% [markdown]
+# ### What a row shares with a chunk
+# The products of notebook 06's `_output_kernel`, one by one, made of the same device
+# functions in the same order. The kernel itself keeps them in its body: taken out of
+# it they are the same instructions, but the compiler puts them into another order.
+
+# %% tags=["export"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _exp_where(seen, span):
+        """exp(span) where a step is seen, else 0."""
+        # Select before exp: in the future the exponent is positive and overflows.
+        return tl.exp(tl.where(seen, span, float("-inf")))
+
+    @triton.jit
+    def _keys(B_re, B_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
+        """Both halves of k, turned back by V; of q for C and its conjugate."""
+        return _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
+
+    @triton.jit
+    def _scores(q_re, q_im, k_re, k_im, M, PRECISION: tl.constexpr):
+        """M + q k^T for tiles of both halves."""
+        M = _dot(q_re, tl.trans(k_re), M, PRECISION)
+        return _dot(q_im, tl.trans(k_im), M, PRECISION)
+
+    @triton.jit
+    def _from_state(q_re, q_im, G_re, G_im, Y, PRECISION: tl.constexpr):
+        """Y + q G for tiles of both halves."""
+        return _dot(q_im, G_im, _dot(q_re, G_re, Y, PRECISION), PRECISION)
+
+    @triton.jit
+    def _from_tokens(
+        M, decay, x, Y, entry, PRECISION: tl.constexpr, EMULATE: tl.constexpr
+    ):
+        """Y e^U + (M decay) x: the outputs."""
+        x = _operand(x, PRECISION, EMULATE)
+        P = _operand(M * decay, PRECISION, EMULATE)
+        return _dot(P, x, Y * entry[:, None], PRECISION)
+
 
 # %% [markdown]
 # ### Scores of one row

@@ -658,19 +658,17 @@ if HAS_TRITON:
     )
     from mamba3lite.models.ssd_fused import (
         _chunk_sum,
-        _exp_where,
+        _dot,
         _from_entry,
-        _from_state,
-        _from_tokens,
-        _keys,
         _load_edge,
         _load_pair,
+        _operand,
         _operands,
         _passed_on,
         _read_gates,
-        _scores,
         _store_edge,
         _store_gates,
+        _turned,
     )
 
 ROW_BLOCK_SIZE_M = 16  # height of the tile that holds the one row of a step
@@ -759,6 +757,41 @@ def _check_states(states: Tensor) -> None:
             f"boundary states are {states.dtype}; wanted complex64 or float32 pairs: a "
             "rounded state changes every later chunk"
         )
+
+
+# %% notebooks/09_decoding.py#what-a-row-shares-with-a-chunk
+if HAS_TRITON:
+
+    @triton.jit
+    def _exp_where(seen, span):
+        """exp(span) where a step is seen, else 0."""
+        # Select before exp: in the future the exponent is positive and overflows.
+        return tl.exp(tl.where(seen, span, float("-inf")))
+
+    @triton.jit
+    def _keys(B_re, B_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
+        """Both halves of k, turned back by V; of q for C and its conjugate."""
+        return _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
+
+    @triton.jit
+    def _scores(q_re, q_im, k_re, k_im, M, PRECISION: tl.constexpr):
+        """M + q k^T for tiles of both halves."""
+        M = _dot(q_re, tl.trans(k_re), M, PRECISION)
+        return _dot(q_im, tl.trans(k_im), M, PRECISION)
+
+    @triton.jit
+    def _from_state(q_re, q_im, G_re, G_im, Y, PRECISION: tl.constexpr):
+        """Y + q G for tiles of both halves."""
+        return _dot(q_im, G_im, _dot(q_re, G_re, Y, PRECISION), PRECISION)
+
+    @triton.jit
+    def _from_tokens(
+        M, decay, x, Y, entry, PRECISION: tl.constexpr, EMULATE: tl.constexpr
+    ):
+        """Y e^U + (M decay) x: the outputs."""
+        x = _operand(x, PRECISION, EMULATE)
+        P = _operand(M * decay, PRECISION, EMULATE)
+        return _dot(P, x, Y * entry[:, None], PRECISION)
 
 
 # %% notebooks/09_decoding.py#scores-of-one-row

@@ -183,12 +183,6 @@ if HAS_TRITON:
         return tl.where(document == last, tl.exp(U_last - U), 0.0)
 
     @triton.jit
-    def _exp_where(seen, span):
-        """exp(span) where a step is seen, else 0."""
-        # Select before exp: in the future the exponent is positive and overflows.
-        return tl.exp(tl.where(seen, span, float("-inf")))
-
-    @triton.jit
     def _decay(U, document, BLOCK_C: tl.constexpr, TURNED: tl.constexpr):
         """exp(U[l] - U[s]) for s <= l in a document, else 0; transposed if TURNED."""
         step = tl.arange(0, BLOCK_C)
@@ -198,7 +192,8 @@ if HAS_TRITON:
             span = -span
             seen = step[:, None] <= step[None, :]
         seen = seen & (document[:, None] == document[None, :])
-        return _exp_where(seen, span)
+        # Select before exp: in the future the exponent is positive and overflows.
+        return tl.exp(tl.where(seen, span, float("-inf")))
 
 
 # %% notebooks/06_rotary_fusion.py#rotation-in-registers
@@ -558,31 +553,6 @@ def _states(proj, A, reset, gates, edge, dy, D, N, precision, reverse, walk=None
 # %% notebooks/06_rotary_fusion.py#the-outputs
 if HAS_TRITON:
 
-    @triton.jit
-    def _keys(B_re, B_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
-        """Both halves of k, turned back by V; of q for C and its conjugate."""
-        return _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
-
-    @triton.jit
-    def _scores(q_re, q_im, k_re, k_im, M, PRECISION: tl.constexpr):
-        """M + q k^T for tiles of both halves."""
-        M = _dot(q_re, tl.trans(k_re), M, PRECISION)
-        return _dot(q_im, tl.trans(k_im), M, PRECISION)
-
-    @triton.jit
-    def _from_state(q_re, q_im, G_re, G_im, Y, PRECISION: tl.constexpr):
-        """Y + q G for tiles of both halves."""
-        return _dot(q_im, G_im, _dot(q_re, G_re, Y, PRECISION), PRECISION)
-
-    @triton.jit
-    def _from_tokens(
-        M, decay, x, Y, entry, PRECISION: tl.constexpr, EMULATE: tl.constexpr
-    ):
-        """Y e^U + (M decay) x: the outputs."""
-        x = _operand(x, PRECISION, EMULATE)
-        P = _operand(M * decay, PRECISION, EMULATE)
-        return _dot(P, x, Y * entry[:, None], PRECISION)
-
     @triton.jit(do_not_specialize=["T", "n_chunks"])
     def _output_kernel(
         proj_ptr, gates_ptr, states_ptr, y_ptr, T, H, W, n_chunks,
@@ -613,17 +583,18 @@ if HAS_TRITON:
             B_re, B_im = _load_pair(base + H * D, H * N, at, here)
             C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
             G_re, G_im = tl.load(G_ptr + tile), tl.load(G_ptr + N * D + tile)
-            k_re, k_im = _keys(B_re, B_im, cos, sin, PRECISION, EMULATE)
+            k_re, k_im = _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
             # The conjugate: q is the real half and minus the imaginary one.
-            q_re, q_im = _keys(C_re, -C_im, cos, sin, PRECISION, EMULATE)
+            q_re, q_im = _turned(C_re, -C_im, cos, -sin, PRECISION, EMULATE)
             G_re, G_im = _operands(G_re, G_im, PRECISION, EMULATE)
-            M = _scores(q_re, q_im, k_re, k_im, M, PRECISION)
-            Y = _from_state(q_re, q_im, G_re, G_im, Y, PRECISION)
+            M = _dot(q_re, tl.trans(k_re), M, PRECISION)
+            M = _dot(q_im, tl.trans(k_im), M, PRECISION)
+            Y = _dot(q_im, G_im, _dot(q_re, G_re, Y, PRECISION), PRECISION)
         x_at = step[:, None] * W + h * D + d[None, :]
         x = tl.load(base + x_at, mask=here, other=0.0)
-        decay = _decay(U, document, BLOCK_C, False)
-        entry = _from_entry(U, document)
-        Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE)
+        x = _operand(x, PRECISION, EMULATE)
+        P = _operand(M * _decay(U, document, BLOCK_C, False), PRECISION, EMULATE)
+        Y = _dot(P, x, Y * _from_entry(U, document)[:, None], PRECISION)
         y_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
         tl.store(y_ptr + y_at, Y.to(y_ptr.dtype.element_ty), mask=here)
 
