@@ -18,11 +18,15 @@ def prepared(tmp_path_factory):
     return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+def names_in(trace) -> list[str]:
+    """What a trace has seen, by name."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    return [event.get("name", "") for event in events]
+
+
 def steps_in(trace) -> int:
     """Optimizer steps that a trace has seen."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = [event.get("name", "") for event in events]
-    return sum(name.startswith("Optimizer.step#") for name in names)
+    return sum(name.startswith("Optimizer.step#") for name in names_in(trace))
 
 
 def test_the_window_is_profiled_and_nothing_else_changes(prepared, tmp_path, capsys):
@@ -32,7 +36,9 @@ def test_the_window_is_profiled_and_nothing_else_changes(prepared, tmp_path, cap
     folder = tmp_path / "run" / "profile"
     assert sorted(p.name for p in folder.iterdir()) == ["ops.txt", "trace.json"]
     assert steps_in(folder / "trace.json") == 2
-    assert "mamba3lite::cross_entropy_sum" in (folder / "ops.txt").read_text()
+    assert "mamba3lite::cross_entropy_sum" in names_in(folder / "trace.json")
+    # The table holds what took longest, which on a busy machine may be anything.
+    assert "Self CPU" in (folder / "ops.txt").read_text()
     assert f"profiled: {folder}\n" in capsys.readouterr().out
     plain = new_run(run_config(prepared, tmp_path / "plain"))
     plain.run()
