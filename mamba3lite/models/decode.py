@@ -118,12 +118,6 @@ def _recurrence(layer, proj, state):
     return y.unsqueeze(1), state
 
 
-def _through_block(layer, u, scan):
-    """The block of notebook 07 around a scan of its projection, proj -> y."""
-    u, proj = layer._project(u)
-    return layer._finish(u, scan(proj))
-
-
 def _products_in(cache: RecurrentCache):
     """Autocast to the dtype of a cache, where that is not the one of the weights."""
     return torch.autocast(
@@ -139,12 +133,9 @@ def _step_in_pytorch(model, tokens, cache, slots):
     u = model.embed(tokens)[:, None]
     with _products_in(cache):
         for layer, states in zip(model.layers, cache._storage, strict=True):
-
-            def scan(proj, layer=layer, states=states):
-                y, states[rows] = _recurrence(layer, proj, states[rows])
-                return y
-
-            u = _through_block(layer, u, scan)
+            u, proj = layer._project(u)
+            y, states[rows] = _recurrence(layer, proj, states[rows])
+            u = layer._finish(u, y)
         return model.lm_head(model.norm_f(u[:, 0])).float()
 
 
@@ -179,16 +170,13 @@ def recurrent_prefill(
     u = model.embed(tokens)
     with _products_in(cache):
         for layer, states in zip(model.layers, cache._storage, strict=True):
-
-            def scan(proj, layer=layer, states=states):
-                y, states[rows] = layer._ssd_with_dispatch(
-                    _still_where(~counts, proj, layer._columns),
-                    initial_states=states[rows],
-                    return_final_states=True,
-                )
-                return y
-
-            u = _through_block(layer, u, scan)
+            u, proj = layer._project(u)
+            y, states[rows] = layer._ssd_with_dispatch(
+                _still_where(~counts, proj, layer._columns),
+                initial_states=states[rows],
+                return_final_states=True,
+            )
+            u = layer._finish(u, y)
         last = u[torch.arange(len(u), device=u.device), lengths.clamp(min=1).long() - 1]
         return model.lm_head(model.norm_f(last)).float()
 
@@ -628,11 +616,6 @@ import warnings
 from collections import Counter
 from functools import cache
 
-import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-
 from mamba3lite.models import batch_invariant
 from mamba3lite.models.batch_invariant import (
     _block,
@@ -643,12 +626,8 @@ from mamba3lite.models.batch_invariant import (
     _tiling,
     _working_dtype,
 )
-from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
 
 if HAS_TRITON:
-    import triton
-    import triton.language as tl
-
     from mamba3lite.models.batch_invariant import (
         _fetch_rows,
         _gated,
@@ -1198,11 +1177,11 @@ def _rows_that_differ(device, head_dim, state_dim, chunk, precision) -> int:
 
 
 def _split_columns(
-    proj: Float[Tensor, "rows columns"], H: int, D: int, N: int
+    proj: Float[Tensor, "*rows columns"], H: int, D: int, N: int
 ) -> tuple[Tensor, Tensor]:
     """The columns that an open chunk keeps, x, B and dt; and those of C."""
     first, last = H * (D + 2 * N), H * (D + 4 * N)
-    return torch.cat([proj[:, :first], proj[:, last:]], 1), proj[:, first:last]
+    return torch.cat([proj[..., :first], proj[..., last:]], -1), proj[..., first:last]
 
 
 # %% notebooks/09_decoding.py#a-token-enters
@@ -1548,20 +1527,17 @@ def _prefill_rows(model, tokens, lengths, cache, slots) -> Tensor:
     unused = tail >= lengths[:, None]
     tail = tail.clamp(max=tokens.shape[1] - 1)
     each = torch.arange(len(tokens), device=tokens.device)
-    first = cfg.n_heads * (cfg.head_dim + 2 * cfg.state_dim)
-    last = first + 2 * cfg.n_heads * cfg.state_dim
+    sizes = cfg.n_heads, cfg.head_dim, cfg.state_dim
     for i, block in enumerate(model.layers):
         u, proj = block._project(u)
         entering = cache.states[i, slots]
         y = block._scan(proj, "fused", initial_states=entering)
         rows = proj[each[:, None], tail].masked_fill(unused[..., None], 0)
-        cache.open[i, slots] = torch.cat([rows[..., :first], rows[..., last:]], -1)
-        # No input and no step: what is left adds nothing and nothing decays.
-        still = proj.masked_fill(later[..., None], 0)
-        still[..., last:].masked_fill_(later[..., None], float("-inf"))
+        cache.open[i, slots] = _split_columns(rows, *sizes)[0]
         _, state = block._scan(
-            still, "fused", initial_states=entering, return_final_states=True
-        )
+            _still_where(later, proj, block._columns), "fused",
+            initial_states=entering, return_final_states=True,
+        )  # fmt: skip
         cache.states[i, slots] = state
         u = block._finish(u, y)
     cache.cursor[slots] = (lengths - whole).int()
