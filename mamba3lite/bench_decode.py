@@ -119,7 +119,11 @@ def step_rows(
         row: dict[str, Any] = {"mode": mode, "batch": batch}
         for name, choose in (("step_ms", False), ("round_ms", True)):
             steps = Steps(model, mode, batch, choose)
-            replay = captured(steps) if device.type == "cuda" else steps
+            replay = (
+                captured(steps)
+                if device.type == "cuda" and steps.cache.captures
+                else steps
+            )
             row[name] = measure(replay, device)
             row[name]["mean"] = mean_ms(replay, device)
         moved = weight_bytes(model, steps.cache.dtype)

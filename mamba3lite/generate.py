@@ -403,7 +403,7 @@ class Decoder:
                 Chances(count, self.device),
             )
             advance = partial(self._advance, lanes, sampling, eos_id)
-            if self._on_gpu:
+            if self._on_gpu and self._cache.captures:
                 advance = captured(advance)
             self._rounds[key] = lanes, advance
         return self._rounds[key]

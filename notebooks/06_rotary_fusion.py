@@ -1476,8 +1476,8 @@ if HAS_TRITON:
         )
         keep = _from_entry(U_last, last)
         # Rows turn by V_last - V or, in reverse, by V - V_last: then all by V_last.
-        turn_re = cos_last * cos + sin_last * sin
-        turn_im = sin_last * cos - cos_last * sin
+        turn_re = tl.fma(cos_last, cos, sin_last * sin)
+        turn_im = tl.fma(sin_last, cos, -(cos_last * sin))
         if REVERSE:
             size, turn_im = _from_entry(U, document), -turn_im
             S_re, S_im = S_re * keep, S_im * keep
@@ -1676,10 +1676,11 @@ if HAS_TRITON:
 
         cos, sin and keep: of the whole chunk.
         """
-        return (
-            (S_re * cos - S_im * sin) * keep + added_re,
-            (S_re * sin + S_im * cos) * keep + added_im,
-        )
+        # Written out: of two products in a sum a compiler may fuse either one, and not
+        # the same one in the row kernel of notebook 09.
+        re = tl.fma(S_re, cos, -(S_im * sin))
+        im = tl.fma(S_re, sin, S_im * cos)
+        return tl.fma(re, keep, added_re), tl.fma(im, keep, added_im)
 
     @triton.jit(do_not_specialize=["n_chunks"])
     def _pass_kernel(

@@ -117,6 +117,7 @@ plt.rcParams.update(
 def quiet(*_):
     """A progress report that nobody sees."""
 
+
 # %% [markdown]
 # ## What a document becomes
 # A model reads one endless row of numbers. *Where does a document begin in it, and who
@@ -214,6 +215,7 @@ assert six.n_windows == (len(by_hand) - 1) // T
 assert torch.equal(tokens.flatten(), stream[: six.n_windows * T])
 assert torch.equal(targets.flatten(), stream[1 : six.n_windows * T + 1])
 assert torch.equal(doc_ids, (tokens == 256).cumsum(1))
+
 
 # %%
 def glyph(token):
@@ -340,6 +342,7 @@ plt.show()
 # two processes would, or for a batch in the middle of a later epoch that nobody has
 # walked to.
 
+
 # %%
 def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
@@ -438,6 +441,7 @@ assert bpb > 2 * uniform
 #
 # $$g \leftarrow g \cdot \min\left(1, \frac{c}{\lVert g \rVert}\right) .$$
 
+
 # %%
 def step_by_hand(model, optimizer, batches, clip):
     n_valid = sum((targets != -100).sum() for _, targets, _ in batches)
@@ -456,10 +460,12 @@ def step_by_hand(model, optimizer, batches, clip):
     optimizer.zero_grad()
     return norm.item()
 
+
 # %% [markdown]
 # To compare, take plain gradient descent with a step of 1: what it adds to the
 # parameters *is* minus the gradient. (AdamW would hide a wrong scale, because it
 # divides by it.)
+
 
 # %%
 def flat(model):
@@ -476,6 +482,7 @@ def change(step, batches, clip=1e9):
     before = flat(model)
     result = step(model, torch.optim.SGD(model.parameters(), lr=1.0), batches, clip)
     return result, flat(model) - before
+
 
 # %%
 def package_step(model, optimizer, batches, clip):
@@ -520,6 +527,7 @@ assert F.cosine_similarity(clipped, whole, dim=0) > 0.9999
 # for prompts, and it is not: a target in a nearly empty micro-batch then counts many
 # times as much as one in a full one.
 
+
 # %%
 def mean_of_means(model, optimizer, batches, clip):
     for tokens, targets, doc_ids in batches:
@@ -527,6 +535,7 @@ def mean_of_means(model, optimizer, batches, clip):
         (loss / len(batches)).backward()
     optimizer.step()
     project_decay_rates(model)
+
 
 # %%
 tokens, targets, doc_ids = batch
@@ -830,6 +839,7 @@ print(f"{len(first)} bytes in {seconds:.1f} s")
 # rate one hardly sees the difference. At a rate that is too high it is plain; and far
 # above, the model is worse than knowing nothing.
 
+
 # %%
 def losses(steps, kind=Pretrainer, **changes):
     """Training losses of a fresh run, in memory; nothing is written."""
@@ -870,6 +880,7 @@ plt.show()
 # The loveliest loss curve of all. Give the model its own input as target and it learns
 # to copy; the loss runs to zero within a few steps. Only an evaluation with the right
 # targets tells, and it is far worse than a uniform guess.
+
 
 # %%
 class Unshifted(Pretrainer):
@@ -920,6 +931,7 @@ sums_settings = settings | {"training": short, "data": {"train_data_path": "sums
 with open("sums.yaml", "w") as file:
     yaml.safe_dump(sums_settings, file)
 
+
 # %%
 def new_run(name, kind=Pretrainer, **changes):
     overrides = [f"training.{key}={value}" for key, value in changes.items()]
@@ -928,10 +940,12 @@ def new_run(name, kind=Pretrainer, **changes):
     run.final_sample_tokens = 20
     return run
 
+
 # %% [markdown]
 # The poison: a hook on one matrix that makes a single entry of its gradient NaN, when
 # the batch at position 4 comes by. The loss stays finite; a check of the loss alone
 # would see nothing.
+
 
 # %%
 def poison(run, *positions):
@@ -952,6 +966,7 @@ def bits(run):
         for key, value in run.optimizer.state[parameter].items():
             tensors[f"{name}.{key}"] = value.clone()
     return tensors
+
 
 # %%
 run = poison(new_run("poisoned"), 4)
@@ -1017,6 +1032,7 @@ plt.show()
 #
 # Here the batches at 12, 13 and 14 are poisoned, and three in a row are too many. Let
 # us write down where the run has been.
+
 
 # %%
 class Recorded(Pretrainer):
@@ -1106,6 +1122,7 @@ for path in left:
 # First a run from start to end. Then one that gets a stop request in its step 9: it
 # finishes the step, saves, and returns `False`. The request is what the trainer's
 # signal handler notes when Ctrl-C or SIGTERM arrives.
+
 
 # %%
 class Interrupted(Pretrainer):
@@ -1198,6 +1215,7 @@ assert curve(revived) == curve(whole), "steps 9 to 13 stand there once"
 # history, in the middle of the run and at full rate, and the loss jumps. Or everything
 # is restored but the place in the data: the run reads again what it has just read. On
 # this text no curve tells; the bits do.
+
 
 # %%
 def resume(name, optimizer=True, position=True):

@@ -216,11 +216,14 @@ class RecurrentCache:
     Attributes:
         states: (L, S, H, D, N), complex64.
         nbytes_per_slot: bytes of state that a sequence takes, whatever its length.
+        captures: whether a CUDA graph can hold a step.
 
     Raises: ValueError: slots below 1, or a dtype without products here.
 
     Source: notebook 09, "A cache of constant size".
     """
+
+    captures = True
 
     def __init__(
         self, model: nn.Module, slots: int, dtype: torch.dtype | None = None
@@ -1867,6 +1870,10 @@ class ExactCache:
             each later call alike, whether the chunk is kept in bfloat16 or float32.
         slots: how many sequences at most.
 
+    Attributes:
+        config: from `row_kernel_configs`; None where a step scans the open chunk with
+            the training kernels, or replays a window.
+
     Raises: ValueError: the model is not batch-invariant, or slots below 1.
 
     Source: notebook 09, "What a slot keeps".
@@ -1896,7 +1903,18 @@ class ExactCache:
             shape = (cfg.n_layers, *shape, H * (D + 2 * N + 1))
             kind["dtype"] = self.dtype
         self.open = torch.zeros(shape, **kind)
+        self.config = None
+        if self.by_rows:
+            self.config = row_kernel_configs(
+                self.open, self.chunk, head_dim=D, state_dim=N,
+                precision=cfg.ssd_precision,
+            )  # fmt: skip
         self._weights: dict[int, tuple[tuple, Tensor]] = {}
+
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph can hold a step."""
+        return self.config is not None
 
     @property
     def nbytes_per_slot(self) -> int:
@@ -1960,8 +1978,21 @@ if HAS_TRITON:
         return tl.exp(tl.where(seen, span, float("-inf")))
 
     @triton.jit
+    def _whole(z, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
+        """z in float32, as if memory had held that."""
+        z = z.to(tl.float32)
+        if PRECISION == "tf32" and not EMULATE:
+            z = tl.inline_asm_elementwise(
+                "mov.f32 $0, $1;", "=f,f", [z],
+                dtype=tl.float32, is_pure=False, pack=1,
+            )  # fmt: skip
+        return z
+
+    @triton.jit
     def _keys(B_re, B_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
         """Both halves of k, turned back by V; of q for C and its conjugate."""
+        B_re = _whole(B_re, PRECISION, EMULATE)
+        B_im = _whole(B_im, PRECISION, EMULATE)
         return _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
 
     @triton.jit
@@ -1980,7 +2011,7 @@ if HAS_TRITON:
         M, decay, x, Y, entry, PRECISION: tl.constexpr, EMULATE: tl.constexpr
     ):
         """Y e^U + (M decay) x: the outputs."""
-        x = _operand(x, PRECISION, EMULATE)
+        x = _operand(_whole(x, PRECISION, EMULATE), PRECISION, EMULATE)
         P = _operand(M * decay, PRECISION, EMULATE)
         return _dot(P, x, Y * entry[:, None], PRECISION)
 
@@ -2186,7 +2217,8 @@ def row_kernel_configs(
 ) -> dict[str, dict] | None:  # fmt: skip
     """Launch options of the training kernels that the row kernels mirror.
 
-    Args: C: the read vectors of a step, for their device. chunk_size: of the kernels.
+    Args: C: the read vectors of a step, or what else has their device and dtype.
+        chunk_size: of the kernels.
 
     Returns: options of "chunks" and "output"; None when a row is not sure to have the
         bits of training here: a tuner still chooses, or this device failed the check.
@@ -2199,7 +2231,7 @@ def row_kernel_configs(
     kernels = ("chunks", "output")
     if any(_pinned_config(kernel) is None for kernel in kernels):
         return None
-    if C.is_cuda and not _bits_agree(C.device, *sizes):
+    if C.is_cuda and not _bits_agree(C.device, *sizes, C.dtype):
         return None
     options = {kernel: _launch(kernel, precision, head_dim, state_dim)
                for kernel in kernels}  # fmt: skip
@@ -2360,17 +2392,21 @@ def _chunks_per_program(n: int) -> int:
 # %% tags=["export"]
 @cache
 def _bits_agree(
-    device: torch.device, head_dim: int, state_dim: int, chunk: int, precision: str
-) -> bool:
+    device: torch.device, head_dim: int, state_dim: int, chunk: int, precision: str,
+    dtype: torch.dtype,
+) -> bool:  # fmt: skip
     """Whether the row kernels give the bits of the training kernels on this device.
 
     Every row of two chunks and a half, each from the chunk before it, and the state
     between them.
+
+    Args: dtype: of the projection.
     """
-    return _rows_that_differ(device, head_dim, state_dim, chunk, precision) == 0
+    sizes = head_dim, state_dim, chunk
+    return _rows_that_differ(device, *sizes, precision, dtype) == 0
 
 
-def _rows_that_differ(device, head_dim, state_dim, chunk, precision) -> int:
+def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> int:
     """How many rows and boundary states of a random sequence differ in some bit."""
     from mamba3lite.models.ssd_fused import _launch, ssd_fused  # it imports triton
 
@@ -2378,7 +2414,6 @@ def _rows_that_differ(device, head_dim, state_dim, chunk, precision) -> int:
     D, N, T = head_dim, state_dim, 2 * chunk + chunk // 2
     sizes = {"head_dim": D, "state_dim": N, "precision": precision}
     g = torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     proj = torch.randn(1, T, H * (D + 4 * N + 1), generator=g, device=device).to(dtype)
     A = torch.complex(-torch.logspace(-2, 0, H), torch.linspace(-3, 3, H)).to(device)
     options = {"n_heads": H, "chunk_size": chunk, "walk": False} | sizes
@@ -2429,7 +2464,7 @@ def _split_columns(
 
 
 # %%
-differ = _rows_that_differ(device, 16, 16, 16, "tf32")
+differ = _rows_that_differ(device, 16, 16, 16, "tf32", torch.float32)
 assert differ == 0 if device.type == "cuda" else differ <= 4  # NumPy, interpreted
 
 # %% [markdown]
@@ -2664,12 +2699,8 @@ def exact_step(
     _check_step(tokens, cache, slots, model)
     if not cache.by_rows:
         return _step_in_windows(model, tokens, cache, slots)
-    cfg = model.cfg
     step = _Step(model, tokens, cache, slots)
-    config = row_kernel_configs(
-        step.u, cache.chunk, head_dim=cfg.head_dim, state_dim=cfg.state_dim,
-        precision=cfg.ssd_precision,
-    )  # fmt: skip
+    config = cache.config
     if config is None:
         _warn_slow()
     for i, block in enumerate(model.layers):

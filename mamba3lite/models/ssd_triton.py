@@ -131,7 +131,9 @@ if HAS_TRITON:
     def _turn(re, im, turn_re, turn_im):
         """Each row of a complex tile times a complex number of its own."""
         turn_re, turn_im = turn_re[:, None], turn_im[:, None]
-        return re * turn_re - im * turn_im, re * turn_im + im * turn_re
+        # Written out, since a compiler may fuse either product into the sum.
+        out_re = tl.fma(re, turn_re, -(im * turn_im))
+        return out_re, tl.fma(re, turn_im, im * turn_re)
 
 
 # %% notebooks/05_triton_kernel.py#step-two-scores
