@@ -1,4 +1,4 @@
-"""Measure decoding on this machine: time of a step, its floor, and memory.
+"""Measure decoding on this machine: time of a step, its floor, memory, and bits.
 
 mamba3lite bench --decode --model pretrain_434m --json docs/benchmarks/NAME.json
 """
@@ -25,6 +25,8 @@ from mamba3lite.bench import (
     versions,
 )
 from mamba3lite.generate import MODES, Chances, Sampling, products_of, sample
+from mamba3lite.models import decode
+from mamba3lite.models.batch_invariant import token_log_probs
 from mamba3lite.models.decode import ExactCache, RecurrentCache
 from mamba3lite.models.transformer import Mamba3Transformer
 from mamba3lite.training.config import load_config
@@ -32,6 +34,12 @@ from mamba3lite.training.config import load_config
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 # Tokens after which the memory of a sequence is read, the same to the byte.
 LENGTHS = (1_000, 100_000)
+STEPPED = 192  # of them, at least, are decoded; those before are read
+READ_AT_ONCE = 8192
+# Weights and texts of so many seeds are decoded and compared with a full forward; for
+# the last of them states decay a hundred times more slowly.
+SEEDS = (0, 1, 2)
+WEAK = 0.01
 
 
 def run_decode_bench(
@@ -63,6 +71,7 @@ def run_decode_bench(
         "ceilings": ceiling,
         "decode": [],
         "decode_memory": [],
+        "decode_bits": [],
     }
     for mode in MODES:
         exact = {"batch_invariant": True} if mode == "exact" else {}
@@ -78,6 +87,12 @@ def run_decode_bench(
         report["decode_memory"].append(memory_row(model, mode, LENGTHS))
         say(f"{mode}: {report['decode_memory'][-1]['slot_bytes']:,} bytes a sequence")
         save(report)
+    for precision in ("bf16", "tf32") if device.type == "cuda" else ("tf32",):
+        for seed in SEEDS:
+            changes = {"batch_invariant": True, "ssd_precision": precision}
+            report["decode_bits"].append(bits_row(fields | changes, seed, device))
+            say(bits_line(report["decode_bits"][-1]))
+            save(report)
     return report
 
 
@@ -89,7 +104,7 @@ class Steps:
     """
 
     def __init__(self, model: nn.Module, mode: str, batch: int, choose: bool) -> None:
-        cache_of, _, self.step = MODES[mode]
+        cache_of, self.prefill, self.step = MODES[mode]
         device = model.lm_head.weight.device
         self.products = partial(products_of, mode, device)
         with self.products():
@@ -175,14 +190,119 @@ def memory_row(model: nn.Module, mode: str, lengths: Sequence[int]) -> dict:
     steps = Steps(model, mode, 1, choose=False)
     row = {"mode": mode, "slot_bytes": steps.cache.nbytes_per_slot, "held_bytes": {}}
     if steps.tokens.is_cuda:
-        replay, done = captured(steps), 0
+        replay = captured(steps)
         for length in lengths:
-            for _ in range(length - done):
+            steps.cache.reset(steps.slots)
+            for _ in range(length - read(steps, length - STEPPED)):
                 replay()
             torch.cuda.synchronize()
-            done = length
             row["held_bytes"][str(length)] = torch.cuda.memory_allocated()
     return row
+
+
+@torch.inference_mode()
+def read(steps: Steps, count: int) -> int:
+    """Prefill the first slot with whole chunks of so many tokens. Returns: how many."""
+    chunk = steps.model.cfg.chunk_size
+    count -= count % chunk
+    for start in range(0, count, READ_AT_ONCE):
+        n = min(READ_AT_ONCE, count - start)
+        tokens = torch.zeros(1, n, dtype=torch.int64, device=steps.tokens.device)
+        lengths = torch.full((1,), n, device=tokens.device)
+        with steps.products():
+            steps.prefill(steps.model, tokens, lengths, steps.cache, steps.slots)
+    return count
+
+
+@torch.inference_mode()
+def bits_row(fields: dict, seed: int, device: torch.device) -> dict[str, Any]:
+    """Both modes against one full forward, bit by bit.
+
+    Prompts around the length of a chunk, of mixed lengths in one batch with a padding
+    lane, then more steps than a chunk has; and three of them alone.
+
+    Returns: for each mode how many of the rows of logits differ in some bit, and the
+        largest difference of a token's log-probability, in nats.
+    """
+    torch.manual_seed(seed)
+    with device:
+        model = Mamba3Transformer(fields).eval()
+    slower = WEAK if seed == SEEDS[-1] else 1.0
+    for layer in model.layers:
+        layer.A *= slower
+    cfg, Q = model.cfg, model.chunk()
+    prompts = [1, 7, 16, Q - 1, Q, Q + 1, 95, 2 * Q]
+    steps = Q + 5
+    longest = max(prompts) + steps
+    tokens = torch.randint(cfg.vocab_size, (len(prompts), longest + 1), device=device)
+    with products_of("exact", device):
+        full = model(tokens[:, :longest])
+    row: dict[str, Any] = {
+        "precision": cfg.ssd_precision,
+        "seed": seed,
+        "decay": slower,
+        "prompts": prompts,
+        "steps": steps,
+        "rows": len(prompts) * (steps + 1),
+    }
+    decode.launches.clear()
+    for mode in MODES:
+        cases = [(tokens, prompts, full)]
+        if mode == "exact":
+            few = range(0, len(prompts), 3)
+            cases += [
+                (tokens[e : e + 1], prompts[e : e + 1], full[e : e + 1]) for e in few
+            ]
+        found = [compared(model, mode, steps, *case) for case in cases]
+        row[mode] = found[0]
+        if mode == "exact":
+            row["alone"] = {
+                "rows": len(few) * (steps + 1),
+                "differ": sum(one["differ"] for one in found[1:]),
+            }
+            row["launches"] = dict(decode.launches)
+    return row
+
+
+def compared(
+    model: nn.Module,
+    mode: str,
+    steps: int,
+    tokens: Tensor,
+    prompts: list[int],
+    full: Tensor,
+) -> dict[str, Any]:
+    """Rows of logits that differ from those of a full forward in some bit."""
+    cache_of, prefill, step = MODES[mode]
+    count, device = len(prompts), tokens.device
+    slots = torch.arange(count, 0, -1, device=device, dtype=torch.int32)
+    lanes = torch.cat([slots, slots.new_full((1,), -1)])
+    lengths, each = torch.tensor(prompts, device=device), torch.arange(count)
+    differ, largest = 0, 0.0
+    with products_of(mode, device):
+        cache = cache_of(model, count + 1)
+        some = tokens[:, : max(prompts)]
+        logits = prefill(model, some, lengths, cache, slots)
+        for i in range(steps + 1):
+            here = each, (lengths - 1 + i).cpu()
+            wanted, following = full[here], tokens[here[0], here[1] + 1]
+            differ += int((logits != wanted).any(-1).sum())
+            apart = token_log_probs(logits, following)
+            apart -= token_log_probs(wanted, following)
+            largest = max(largest, apart.abs().max().item())
+            entries = torch.cat([following, following[:1]])
+            logits = step(model, entries, cache, lanes)[:count]
+    return {"differ": differ, "largest_log_prob": largest}
+
+
+def bits_line(row: dict) -> str:
+    """One row of bits, as a person reads it."""
+    return (
+        f"bits, {row['precision']}, seed {row['seed']}: of {row['rows']} rows "
+        f"{row['exact']['differ']} differ by exact steps, {row['recurrent']['differ']} "
+        f"by recurrent ones (a log-probability by up to "
+        f"{row['recurrent']['largest_log_prob']:.2g})"
+    )
 
 
 def decode_table(rows: list[dict]) -> Table:

@@ -621,13 +621,14 @@ class _StepWeights:
 
     layers: list[_LayerWeights]
     head: Float[Tensor, "V d_model"]
+    no_gain: Float[Tensor, "d_model"]
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: nn.Module, dtype: torch.dtype) -> "_StepWeights":
         layers = [_LayerWeights.of(layer, dtype) for layer in model.layers]
         head = (model.lm_head.weight * model.norm_f.weight).to(dtype)
-        return cls(layers, head)
+        return cls(layers, head, torch.ones_like(model.norm_f.weight))
 
 
 def _has_step_kernels(cfg) -> bool:
@@ -643,32 +644,68 @@ def _has_step_kernels(cfg) -> bool:
 # ## A launch that does not wait
 # Most of what a kernel reads are weights, which nobody writes. It could have asked for
 # them while the kernel before was still at work. Hopper has a way to say so,
-# *programmatic dependent launch*: the later kernel starts early, does what depends on
-# nobody, and then waits in the middle of its code for the earlier one to end.
+# *programmatic dependent launch*: the later kernel starts early, asks for what depends
+# on nobody, and then waits in the middle of its code for the earlier one to end. Once
+# every program of it has got there, the next kernel may start in turn.
 
-# %% tags=["export"]
-# 0: a kernel starts when the one before has ended. 1: it starts when all programs of
-# the one before have what they wait for. 2: as soon as they have started.
-_OVERLAP = 2
+# %% tags=["export:batch_invariant"]
+from functools import cache
 
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mamba3lite.models.row_kernels import _over_rows
+from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    from mamba3lite.models.row_kernels import _gated, _normed, _swiglu_kernel
+
+# %% tags=["export:batch_invariant"]
 if HAS_TRITON:
 
     @triton.jit
-    def _wait_for_inputs(OVERLAP: tl.constexpr):
-        """Past this line, what the kernel before has written is there."""
-        if OVERLAP == 2:
-            tl.extra.cuda.gdc_launch_dependents()
-        if OVERLAP > 0:
-            tl.extra.cuda.gdc_wait()
-        if OVERLAP == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+    def _wait(EARLY: tl.constexpr):
+        """Go on when the kernel before has ended, and let the next one start."""
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+
+    @triton.jit
+    def _ask_for(at):
+        """Ask for the lines of these addresses, from memory into the second cache."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def _ask_for_columns(ptr, width, columns: tl.constexpr, rows: tl.constexpr):
+        """Ask for the first columns of some rows, `width` numbers apart."""
+        line: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+        lines: tl.constexpr = triton.next_power_of_2((columns + line - 1) // line)
+        column = tl.minimum(tl.arange(0, lines) * line, columns - 1)
+        _ask_for(ptr + tl.arange(0, rows)[:, None] * width + column[None, :])
+
+    @triton.jit
+    def _fetch_rows(w_ptr, column, columns, K: tl.constexpr, EARLY: tl.constexpr):
+        """Ask for rows of w before it is this kernel's turn: w is there already."""
+        if EARLY:
+            line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+            lines: tl.constexpr = triton.next_power_of_2((K + line - 1) // line)
+            k = tl.minimum(tl.arange(0, lines) * line, K - 1)
+            row = tl.minimum(column, columns - 1).to(tl.int64)
+            _ask_for(w_ptr + row[:, None] * K + k[None, :])
 
 
-def _start(kernel, grid, *args, **constants) -> None:
-    """Launch a kernel of the step so that it overlaps with the one before."""
-    overlap = 0 if _interpreted() else _OVERLAP
-    options = {"launch_pdl": True} if overlap else {}
-    kernel[grid](*args, **constants, OVERLAP=overlap, **options)
+def _early(z: Tensor) -> dict[str, bool]:
+    """Options of a kernel of a step that may start early, where the device has that."""
+    early = z.is_cuda and torch.cuda.get_device_capability(z.device)[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 # %% [markdown]
@@ -681,13 +718,14 @@ def _start(kernel, grid, *args, **constants) -> None:
 
 # %% tags=["export"]
 if HAS_TRITON:
+    from mamba3lite.models.batch_invariant import _wait
 
     @triton.jit
     def _vectors_kernel(
         x_ptr, w_ptr, out_ptr, M, eps,
         K: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
         WHOLE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
-        ADD: tl.constexpr, OVERLAP: tl.constexpr,
+        ADD: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """out[e] = W x[e] for BLOCK_M rows of W, all of which are in registers."""
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -702,7 +740,7 @@ if HAS_TRITON:
             w = tl.load(w_ptr + at, mask=inside, other=0.0)
             if SWIGLU:
                 v = tl.load(w_ptr + M * K + at, mask=inside, other=0.0)
-        _wait_for_inputs(OVERLAP)
+        _wait(EARLY)
         for e in tl.static_range(E):
             x = tl.load(x_ptr + e * K + k, mask=k < K, other=0.0).to(tl.float32)
             z = tl.sum(w.to(tl.float32) * x[None, :], 1)
@@ -720,141 +758,248 @@ if HAS_TRITON:
 
 
 # %%
-def on(kernel, grid, *args, **constants):
-    """Launch without overlap."""
-    kernel[grid](*args, **constants, OVERLAP=0)
-
-
 torch.manual_seed(4)
 u, W = torch.randn(2, 24, device=device), torch.randn(2 * 11, 24, device=device)
 unit, eps = F.rms_norm(u, (24,), eps=1e-5), 1e-5
 common = {"K": 24, "E": 2, "BLOCK_M": 4, "BLOCK_K": 32, "WHOLE": False}
+common |= {"EARLY": False}
 out = torch.empty(2, 11, device=device)
-on(_vectors_kernel, (3,), u, W, out, 11, eps, **common,
-   NORM=True, SWIGLU=True, ADD=False)  # fmt: skip
+_vectors_kernel[(3,)](u, W, out, 11, eps, **common, NORM=True, SWIGLU=True, ADD=False)
 gate, up = (unit @ W.T).chunk(2, -1)
 assert distance(out, F.silu(gate) * up) < 1e-5
 stream = torch.ones(2, 22, device=device)
-on(_vectors_kernel, (6,), u, W, stream, 22, eps, **common,
-   NORM=False, SWIGLU=False, ADD=True)  # fmt: skip
+_vectors_kernel[(6,)](
+    u, W, stream, 22, eps, **common, NORM=False, SWIGLU=False, ADD=True
+)
 assert distance(stream, 1 + u @ W.T) < 1e-5
 
 # %% [markdown]
 # ## A matrix times some vectors
-# From a handful of sequences on, the arithmetic of that kernel is in the way, and the
-# matrix units do it. A tile of them has 16 columns at least; entries that are not there
-# repeat the last one, and are not stored. Here the weights do not fit into registers
-# with everything else, so a program asks for them to be brought nearer, from memory
-# into the second cache, and waits then.
+# From three sequences on, the arithmetic of that kernel is in the way, and the matrix
+# units do it. A tile of them has 16 rows at least; those that are not there are zero.
+# The weights do not fit into registers with everything else, so a program asks for
+# them to be brought nearer, from memory into the second cache, and waits then. The
+# SwiGLU's two halves come from one product whose columns lie in turns, gate, up, gate,
+# up, so that a tile holds both.
+#
+# The same kernels serve training and exact decode, further below; that is why they know
+# tiles for thousands of rows, and why a sum over $k$ always runs from the first to the
+# last.
 
-# %% tags=["export"]
+# %% tags=["export:batch_invariant"]
 if HAS_TRITON:
 
     @triton.jit
-    def _fetch(w_ptr, first, M, K: tl.constexpr, PIECES: tl.constexpr):
-        """Ask for rows of a matrix, from memory into the second cache."""
-        piece: tl.constexpr = 128  # numbers, 256 bytes of bfloat16
-        here = first * K + tl.arange(0, PIECES) * piece
-        here = tl.minimum(here, M * K - piece)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 256; // $0", "=r,l",
-            [(w_ptr + here).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    def _products(
+        x_ptr, w_ptr, row, rows, column, columns, K: tl.constexpr,
+        BLOCK_K: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """Rows of x times rows of w, float32, summed from the first k to the last."""
+        k = tl.arange(0, BLOCK_K)
+        x_ptr += row.to(tl.int64)[:, None] * K + k[None, :]
+        w_ptr += column.to(tl.int64)[:, None] * K + k[None, :]
+        x_here, w_here = (row < rows)[:, None], (column < columns)[:, None]
+        acc = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            if K % BLOCK_K == 0:
+                x = tl.load(x_ptr + k0, mask=x_here, other=0.0)
+                w = tl.load(w_ptr + k0, mask=w_here, other=0.0)
+            else:
+                inside = (k0 + k < K)[None, :]
+                x = tl.load(x_ptr + k0, mask=x_here & inside, other=0.0)
+                w = tl.load(w_ptr + k0, mask=w_here & inside, other=0.0)
+            if EMULATE:  # the interpreter multiplies bfloat16 wrongly
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            acc = tl.dot(x, tl.trans(w), acc=acc, input_precision="ieee")
+        return acc
 
     @triton.jit
-    def _tiles_kernel(
-        x_ptr, w_ptr, out_ptr, half_ptr, M, E, eps,
-        K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-        BLOCK_K: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-        SWIGLU: tl.constexpr, ADD: tl.constexpr, FETCH: tl.constexpr,
-        OVERLAP: tl.constexpr,
+    def _tile_of(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """Rows and columns of a program's tile; eight tiles of rows share columns."""
+        program, across = tl.program_id(0), tl.cdiv(columns, BLOCK_N)
+        group = program // (8 * across)
+        size = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * 8, 8)
+        place = program % (8 * across)
+        row = (group * 8 + place % size) * BLOCK_M + tl.arange(0, BLOCK_M)
+        return row, place // size * BLOCK_N + tl.arange(0, BLOCK_N)
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _row_linear_kernel(
+        x_ptr, w_ptr, u_ptr, out_ptr, rows, columns, K: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        ADD: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """out[e] = W x[e] for a tile of rows of W and of entries, by matrix units."""
-        first = tl.program_id(0) * BLOCK_M
-        m = first + tl.arange(0, BLOCK_M)
-        e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-        k = tl.arange(0, BLOCK_K)
-        if FETCH > 0 and OVERLAP > 0:
-            _fetch(w_ptr, first, M, K, FETCH)
-            if SWIGLU:
-                _fetch(w_ptr + M * K, first, M, K, FETCH)
-        _wait_for_inputs(OVERLAP)
-        z = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        square = tl.zeros((BLOCK_E,), tl.float32)
-        row = tl.minimum(m, M - 1)
-        entry = tl.minimum(e, E - 1)
-        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            at = row.to(tl.int64)[:, None] * K + (k0 + k)[None, :]
-            x = tl.load(x_ptr + entry[None, :] * K + (k0 + k)[:, None])
-            z = tl.dot(tl.load(w_ptr + at), x, acc=z, input_precision="ieee")
-            if SWIGLU:
-                v = tl.load(w_ptr + M * K + at)
-                up = tl.dot(v, x, acc=up, input_precision="ieee")
-            if NORM:
-                wide = x.to(tl.float32)
-                square += tl.sum(wide * wide, 0)
-        if NORM:
-            scale = tl.rsqrt(square / K + eps)[None, :]
-            z *= scale
-            up *= scale
-        if SWIGLU:
-            z = z * tl.sigmoid(z) * up
-        inside = (m < M)[:, None] & (e < E)[None, :]
-        here = e[None, :] * M + m[:, None]
+        """out = x w^T; ADD: u + x w^T, the product rounded to the dtype of x.
+
+        One program a (BLOCK_M, BLOCK_N) tile.
+        """
+        row, column = _tile_of(rows, columns, BLOCK_M, BLOCK_N)
+        _fetch_rows(w_ptr, column, columns, K, EARLY)
+        _wait(EARLY)
+        acc = _products(x_ptr, w_ptr, row, rows, column, columns, K, BLOCK_K, EMULATE)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
         if ADD:
-            z += tl.load(out_ptr + here, mask=inside, other=0.0)
-            tl.store(half_ptr + here, z.to(half_ptr.dtype.element_ty), mask=inside)
-        tl.store(out_ptr + here, z.to(out_ptr.dtype.element_ty), mask=inside)
+            acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
+            # Not a plain sum: the compiler would begin the product with u.
+            acc = tl.fma(acc, 1.0, tl.load(u_ptr + at, mask=mask, other=0.0))
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _gate_up_kernel(
+        v_ptr, w_ptr, out_ptr, rows, width, K: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """silu(gate) up for [gate, up] = v w^T; a tile holds both halves, in turns."""
+        kind = out_ptr.dtype.element_ty
+        row, column = _tile_of(rows, 2 * width, BLOCK_M, BLOCK_N)
+        source = column // 2 + column % 2 * width
+        inside = tl.where(column < 2 * width, source, 2 * width)
+        _fetch_rows(w_ptr, inside, 2 * width, K, EARLY)
+        _wait(EARLY)
+        acc = _products(v_ptr, w_ptr, row, rows, inside, 2 * width, K, BLOCK_K, EMULATE)
+        acc = tl.reshape(acc.to(kind), (BLOCK_M, BLOCK_N // 2, 2))
+        gate, up = tl.split(acc)
+        out, _ = tl.split(tl.reshape(column, (BLOCK_N // 2, 2)))
+        out = out // 2
+        at = row.to(tl.int64)[:, None] * width + out[None, :]
+        mask = (row < rows)[:, None] & (out < width)[None, :]
+        tl.store(out_ptr + at, _gated(gate, up).to(kind), mask=mask)
+
+
+# (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) by how many rows there are at most, for
+# numbers of 2 and of 4 bytes. A sum over k is the same in every tile, which
+# `tiles_agree` checks on each device.
+_TILES = {
+    2: {16: (16, 8, 256, 1, 4), 256: (64, 32, 128, 4, 4), None: (128, 128, 64, 8, 3)},
+    4: {16: (16, 16, 32, 4, 5), 256: (32, 32, 32, 4, 4), None: (64, 64, 32, 8, 3)},
+}
+
+
+def _tile(rows: int, bytes_: int) -> tuple[int, ...]:
+    """The tile for so many rows."""
+    tiles = _TILES[bytes_]
+    return next(tiles[most] for most in tiles if most is None or rows <= most)
+
+
+def _tiling(tile: tuple[int, ...]) -> dict[str, int]:
+    """Launch options of a tile."""
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+    return dict(zip(names, tile, strict=True))
+
+
+def _launch_linear(x, weight, out, u=None, tile=None, early=None) -> Tensor:
+    """out = x weight^T, plus u; rounded to the dtype of x unless out has another.
+
+    early: from `_early`, in a step; else the kernel waits for the one before.
+
+    Shapes: x (rows, K), weight (columns, K), out and u (rows, columns). Returns: out.
+    """
+    rows, K = x.shape
+    columns = weight.shape[0]
+    tile = tile or _checked_tile(rows, x)
+    grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
+    with torch.cuda.device_of(x):
+        _row_linear_kernel[grid](
+            x, weight, out if u is None else u, out, rows, columns, K=K,
+            ADD=u is not None, EMULATE=_interpreted(), **_tiling(tile),
+            **(early or {"EARLY": False}),
+        )  # fmt: skip
+    return out
+
+
+def _launch_gate_up(x, weight, out, early=None) -> Tensor:
+    """out = silu(gate) up for [gate, up] = x weight^T, in the dtype of x.
+
+    Shapes: x (rows, K), weight (2 width, K), out (rows, width). Returns: out.
+    """
+    (rows, K), columns = x.shape, len(weight)
+    tile = _checked_tile(rows, x)
+    grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
+    with torch.cuda.device_of(x):
+        _gate_up_kernel[grid](
+            x, weight, out, rows, columns // 2, K=K, EMULATE=_interpreted(),
+            **_tiling(tile), **(early or {"EARLY": False}),
+        )  # fmt: skip
+    return out
+
+
+def _checked_tile(rows: int, x: Tensor) -> tuple[int, ...]:
+    """A tile for so many rows, or the largest where tiles do not agree."""
+    agree = not x.is_cuda or tiles_agree(x.device)
+    return _tile(rows if agree else 2**31, x.element_size())
+
+
+@cache
+def tiles_agree(device: torch.device) -> bool:
+    """Whether a row of a product has the same bits in every tile, on this device."""
+    g = torch.Generator(device).manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, weight = (
+            torch.randn(rows, 512, generator=g, device=device).to(dtype)
+            for rows in (128, 192)
+        )
+        wanted, *others = (
+            _launch_linear(
+                x, weight, x.new_empty(128, 192, dtype=torch.float32), tile=t
+            )
+            for t in reversed(_TILES[x.element_size()].values())
+        )
+        if not all(torch.equal(wanted, other) for other in others):
+            return False
+    return True
+
+
+# %% [markdown]
+# The norm before a product is a kernel too, one program a row. Its arithmetic is that
+# of notebook 07, as is the SwiGLU's.
+
+# %% tags=["export:batch_invariant"]
+if HAS_TRITON:
+
+    @triton.jit
+    def _row_norm_kernel(
+        u_ptr, gain_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """out = u / sqrt(mean(u^2) + eps) * gain; one program a row."""
+        _wait(EARLY)
+        i = tl.arange(0, BLOCK)
+        row = tl.program_id(0).to(tl.int64) * WIDTH
+        u = tl.load(u_ptr + row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+        gain = tl.load(gain_ptr + i, mask=i < WIDTH, other=0.0)
+        out = _normed(u, gain, eps, WIDTH)
+        tl.store(out_ptr + row + i, out.to(out_ptr.dtype.element_ty), mask=i < WIDTH)
+
+
+def _block(width: int, most: int) -> int:
+    """The power of two that holds a row, or the most."""
+    return min(triton.next_power_of_2(width), most)
+
+
+def _launch_rms_norm(u, gain, out, eps, early=None) -> Tensor:
+    """RMSNorm of each row of u into out, in the dtype of out. Returns: out."""
+    width = u.shape[-1]
+    with torch.cuda.device_of(u):
+        _row_norm_kernel[(u.numel() // width,)](
+            u, gain, out, eps, WIDTH=width, BLOCK=_block(width, 2**16), num_warps=4,
+            **(early or {"EARLY": False}),
+        )  # fmt: skip
+    return out
 
 
 # %%
 torch.manual_seed(5)
 u, W = torch.randn(5, 32, device=device), torch.randn(2 * 24, 32, device=device)
-unit, half = F.rms_norm(u, (32,), eps=1e-5), torch.empty(5, 48, device=device)
-common = {"K": 32, "BLOCK_M": 16, "BLOCK_E": 16, "BLOCK_K": 16, "STAGES": 1}
-common |= {"FETCH": 0}
-out = torch.empty(5, 24, device=device)
-on(_tiles_kernel, (2, 1), u, W, out, half, 24, 5, eps, **common,
-   NORM=True, SWIGLU=True, ADD=False)  # fmt: skip
+unit = _launch_rms_norm(u, torch.ones(32, device=device), torch.empty_like(u), 1e-5)
+assert distance(unit, F.rms_norm(u, (32,), eps=1e-5)) < 1e-6
 gate, up = (unit @ W.T).chunk(2, -1)
+out = _launch_gate_up(unit, W, torch.empty(5, 24, device=device))
 assert distance(out, F.silu(gate) * up) < 1e-5
 stream = torch.ones(5, 48, device=device)
-on(_tiles_kernel, (3, 1), u, W, stream, half, 48, 5, eps, **common,
-   NORM=False, SWIGLU=False, ADD=True)  # fmt: skip
-assert distance(stream, 1 + u @ W.T) < 1e-5 and torch.equal(half, stream)
-
-# %% tags=["export"]
-if HAS_TRITON:
-
-    @triton.jit
-    def _norm_kernel(
-        u_ptr, added_ptr, out_ptr, K, eps, BLOCK_K: tl.constexpr, ADD: tl.constexpr,
-        OVERLAP: tl.constexpr,
-    ):  # fmt: skip
-        """u += added where there is something to add; out = u / rms(u). A row each."""
-        _wait_for_inputs(OVERLAP)
-        k = tl.arange(0, BLOCK_K)
-        at = tl.program_id(0) * K + k
-        u = tl.load(u_ptr + at, mask=k < K, other=0.0)
-        if ADD:
-            u += tl.load(added_ptr + at, mask=k < K, other=0.0).to(tl.float32)
-            tl.store(u_ptr + at, u, mask=k < K)
-        u *= tl.rsqrt(tl.sum(u * u, 0) / K + eps)
-        tl.store(out_ptr + at, u.to(out_ptr.dtype.element_ty), mask=k < K)
-
-    @triton.jit
-    def _swiglu_kernel(
-        z_ptr, out_ptr, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-    ):  # fmt: skip
-        """out = silu(gate) * up, of rows that hold gate and up side by side."""
-        _wait_for_inputs(OVERLAP)
-        e, f = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        gate = tl.load(z_ptr + e * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
-        up = tl.load(z_ptr + e * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-        z = gate * tl.sigmoid(gate) * up
-        tl.store(out_ptr + e * F + f, z.to(out_ptr.dtype.element_ty), mask=f < F)
-
+_launch_linear(u, W, stream, stream)
+assert distance(stream, 1 + u @ W.T) < 1e-5
 
 # %% [markdown]
 # ## The state, in place
@@ -869,7 +1014,7 @@ if HAS_TRITON:
     def _state_kernel(
         proj_ptr, A_ptr, slots_ptr, states_ptr, y_ptr, H, W,
         D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-        OVERLAP: tl.constexpr, EMULATE: tl.constexpr,
+        EARLY: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
         """h = abar h + B x^T in place and y = Re(C h), BLOCK_D channels of a head.
 
@@ -884,7 +1029,7 @@ if HAS_TRITON:
         live = (slot >= 0) & (n >= 0)[None, :] & (d >= 0)[:, None]
         word = tl.load(at, mask=live, other=0)
         A_re, A_im = tl.load(A_ptr + 2 * h), tl.load(A_ptr + 2 * h + 1)
-        _wait_for_inputs(OVERLAP)
+        _wait(EARLY)
         base = proj_ptr + e.to(tl.int64) * W
         x = tl.load(base + h * D + d).to(tl.float32)
         keys = base + H * D + h * N + n
@@ -916,9 +1061,10 @@ before = torch.randn(4, H, D, N, dtype=torch.complex64)
 picked = torch.tensor([2, -1, 0], dtype=torch.int32)
 after, y = before.to(device, copy=True), torch.empty(3, H, D, device=device)
 rates = torch.view_as_real(layer.A.detach()).to(device)
-on(_state_kernel, (3 * H * 2,), proj.to(device), rates, picked.to(device),
-   after.view(torch.int64), y, H, proj.shape[-1], D=D, N=N, BLOCK_D=8,
-   EMULATE=_interpreted())  # fmt: skip
+_state_kernel[(3 * H * 2,)](
+    proj.to(device), rates, picked.to(device), after.view(torch.int64), y, H,
+    proj.shape[-1], D=D, N=N, BLOCK_D=8, EARLY=False, EMULATE=_interpreted(),
+)  # fmt: skip
 with torch.no_grad():
     expected, state = _recurrence(layer, proj[[0, 2]], before[[2, 0]])
 assert distance(y.cpu()[[0, 2]], expected[:, 0]) < 1e-6
@@ -931,126 +1077,80 @@ assert torch.equal(after.cpu()[[1, 3]], before[[1, 3]]), "others are not touched
 # idle, many small ones spend their time starting.
 
 # %% tags=["export"]
-# Rows of a matrix that a program takes and its warps, in `_vectors_kernel`; and its
-# rows, columns at once, stages and warps in `_tiles_kernel`, by entries of a tile.
+from mamba3lite.models.batch_invariant import (
+    _early,
+    _launch_gate_up,
+    _launch_linear,
+    _launch_rms_norm,
+)
+
+# Rows of a matrix that a program of `_vectors_kernel` takes, and its warps.
 _STEP_VECTORS = {
-    "in_proj": (8, 4), "out_proj": (4, 4), "gate_up": (4, 4), "down": (4, 4),
+    "in_proj": (16, 4), "out_proj": (4, 1), "gate_up": (8, 8), "down": (4, 4),
     "head": (16, 4),
 }  # fmt: skip
-_STEP_TILES = {
-    16: (16, 256, 3, 4, True),
-    32: (16, 256, 3, 4, True),
-    64: (32, 128, 4, 4, True),
-}
-_STEP_STATE = {True: (8, 1), False: (16, 4)}  # few programs, or many
-_VECTORS_UP_TO, _TILES_UP_TO = 4, 64
+_VECTORS_UP_TO = 2  # sequences; more go through `_launch_linear`
+_STATE_CHANNELS, _STATE_WARPS = 16, 4  # of a program of `_state_kernel`
 
 
-class _Stream:
-    """The residual stream of a step: u, float32, and a copy that products read."""
+class _Products:
+    """Products of a step, and the stream u (E, d_model), float32, that they change."""
 
-    def __init__(self, u: Float[Tensor, "E d_model"], dtype: torch.dtype) -> None:
-        self.u = u
-        self.half = u.to(dtype) if len(u) > _VECTORS_UP_TO else None
-        self.added = None  # what is still to be added to u
+    def __init__(self, u: Tensor, weights: _StepWeights, eps: float) -> None:
+        self.u, self.weights, self.eps = u, weights, eps
+        self.few, self.early = len(u) <= _VECTORS_UP_TO, _early(u)
 
+    def of_stream(self, w: Tensor, name: str, out: Tensor, swiglu=False) -> Tensor:
+        """out = W u / rms(u), or the SwiGLU of that. Returns: out."""
+        if self.few:
+            return self._by_vectors(self.u, w, name, out, norm=True, swiglu=swiglu)
+        v = torch.empty_like(self.u, dtype=w.dtype)
+        _launch_rms_norm(self.u, self.weights.no_gain, v, self.eps, self.early)
+        launch = _launch_gate_up if swiglu else _launch_linear
+        return launch(v, w, out, early=self.early)
 
-def _by_vectors(x, w, name, out, eps, norm, swiglu, add):
-    """out = x w^T for few rows, each product a sum in registers."""
-    M, (E, K) = out.shape[1], x.shape
-    rows, warps = _STEP_VECTORS[name]
-    BLOCK_K = triton.next_power_of_2(K)
-    _start(
-        _vectors_kernel, (triton.cdiv(M, rows),), x, w, out, M, eps, K=K, E=E,
-        BLOCK_M=rows, BLOCK_K=BLOCK_K, WHOLE=M % rows == 0 and K == BLOCK_K, NORM=norm,
-        SWIGLU=swiglu, ADD=add, num_warps=warps,
-    )  # fmt: skip
+    def add(self, x: Tensor, w: Tensor, name: str) -> None:
+        """u += W x"""
+        if self.few:
+            self._by_vectors(x, w, name, self.u, add=True)
+        else:
+            _launch_linear(x, w, self.u, self.u, early=self.early)
 
-
-def _by_tiles(x, w, out, half, eps, norm, swiglu, add):
-    """out = x w^T for some rows, in the matrix units."""
-    M, (E, K) = out.shape[1], x.shape
-    block_e = 16 if E <= 16 else 32 if E <= 32 else 64
-    rows, columns, stages, warps, fetch = _STEP_TILES[block_e]
-    _start(
-        _tiles_kernel, (triton.cdiv(M, rows), triton.cdiv(E, block_e)),
-        x, w, out, half, M, E, eps, K=K, BLOCK_M=rows, BLOCK_E=block_e,
-        BLOCK_K=min(columns, K & -K), STAGES=stages, NORM=norm, SWIGLU=swiglu, ADD=add,
-        FETCH=triton.next_power_of_2(rows * K // 128) if fetch else 0,
-        num_warps=warps,
-    )  # fmt: skip
-
-
-_CUBLAS_ADD = True
-
-
-def _by_cublas(stream, x, w, out, eps, norm, swiglu, add):
-    """out = x w^T by the library, with what comes before and behind in kernels."""
-    if norm:
-        x = torch.empty_like(stream.half)
-        _start(
-            _norm_kernel, (len(x),), stream.u,
-            stream.u if stream.added is None else stream.added, x, x.shape[1], eps,
-            BLOCK_K=triton.next_power_of_2(x.shape[1]), ADD=stream.added is not None,
-            num_warps=4,
+    def _by_vectors(self, x, w, name, out, norm=False, swiglu=False, add=False):
+        """Each number a sum in registers."""
+        M, (E, K) = out.shape[1], x.shape
+        rows, warps = _STEP_VECTORS[name]
+        BLOCK_K = triton.next_power_of_2(K)
+        _vectors_kernel[(triton.cdiv(M, rows),)](
+            x, w, out, M, self.eps, K=K, E=E, BLOCK_M=rows, BLOCK_K=BLOCK_K,
+            WHOLE=M % rows == 0 and K == BLOCK_K, NORM=norm, SWIGLU=swiglu, ADD=add,
+            num_warps=warps, **self.early,
         )  # fmt: skip
-        stream.added = None
-    if swiglu:
-        z = x @ w.mT
-        E, inner = out.shape
-        _start(
-            _swiglu_kernel, (E, triton.cdiv(inner, 512)), z, out, inner, BLOCK=512,
-            num_warps=2,
-        )  # fmt: skip
-    elif add and _CUBLAS_ADD:
-        torch.addmm(stream.u, x, w.mT, out_dtype=torch.float32, out=stream.u)
-    elif add:
-        stream.added = x @ w.mT
-    elif out.dtype == w.dtype:
-        torch.mm(x, w.mT, out=out)
-    else:
-        torch.mm(x, w.mT, out_dtype=out.dtype, out=out)
-
-
-def _multiply(stream, x, w, name, out, eps, norm=False, swiglu=False, add=False):
-    """out = W x; of the normalized stream, through SwiGLU, or added to the stream."""
-    E = len(out)
-    if E <= _VECTORS_UP_TO:
-        x = stream.u if norm else x
-        _by_vectors(x, w, name, out, eps, norm, swiglu, add)
-    elif E <= _TILES_UP_TO:
-        x = stream.half if norm else x
-        _by_tiles(x, w, out, stream.half, eps, norm, swiglu, add)
-    else:
-        _by_cublas(stream, x, w, out, eps, norm, swiglu, add)
-    return out
+        return out
 
 
 def _step_by_kernels(model, tokens, cache, slots):
     """One step of every layer in kernels; logits (E, V)."""
     cfg, weights, E = model.cfg, cache._weights, len(tokens)
-    H, D, N, eps = cfg.n_heads, cfg.head_dim, cfg.state_dim, cfg.rms_norm_eps
-    stream = _Stream(F.embedding(tokens, model.embed.weight).float(), cache.dtype)
-    new = stream.u.new_empty
-    proj = new(E, H * (D + 4 * N + 1), dtype=cache.dtype)
-    y, act = new(E, H * D, dtype=cache.dtype), new(E, cfg.ffn_dim, dtype=cache.dtype)
+    H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
+    u = F.embedding(tokens, model.embed.weight).float()
+    products = _Products(u, weights, cfg.rms_norm_eps)
+    proj = u.new_empty(E, H * (D + 4 * N + 1), dtype=cache.dtype)
+    y = u.new_empty(E, H * D, dtype=cache.dtype)
+    inner = u.new_empty(E, cfg.ffn_dim, dtype=cache.dtype)
     words = cache._storage.view(torch.int64)
-    block_d, warps = _STEP_STATE[E <= 8]
-    block_d = min(block_d, D)
+    block_d = min(_STATE_CHANNELS, D)
     for layer, states in zip(weights.layers, words, strict=True):
-        _multiply(stream, None, layer.in_proj, "in_proj", proj, eps, norm=True)
-        _start(
-            _state_kernel, (E * H * (D // block_d),), proj, layer.A, slots, states, y,
-            H, proj.shape[1], D=D, N=N, BLOCK_D=block_d, EMULATE=_interpreted(),
-            num_warps=warps,
+        products.of_stream(layer.in_proj, "in_proj", proj)
+        _state_kernel[(E * H * (D // block_d),)](
+            proj, layer.A, slots, states, y, H, proj.shape[1], D=D, N=N,
+            BLOCK_D=block_d, EMULATE=_interpreted(), num_warps=_STATE_WARPS,
+            **products.early,
         )  # fmt: skip
-        _multiply(stream, y, layer.out_proj, "out_proj", stream.u, eps, add=True)
-        _multiply(
-            stream, None, layer.gate_up, "gate_up", act, eps, norm=True, swiglu=True
-        )
-        _multiply(stream, act, layer.down, "down", stream.u, eps, add=True)
-    logits = new(E, cfg.vocab_size)
-    return _multiply(stream, None, weights.head, "head", logits, eps, norm=True)
+        products.add(y, layer.out_proj, "out_proj")
+        products.of_stream(layer.gate_up, "gate_up", inner, swiglu=True)
+        products.add(inner, layer.down, "down")
+    return products.of_stream(weights.head, "head", u.new_empty(E, cfg.vocab_size))
 
 
 # %% [markdown]
@@ -1211,59 +1311,6 @@ assert (big + one) + one == big and big + (one + one) == big + 2
 # On a GPU the tools are kernels of our own. On a CPU the matrix library is not ours;
 # the last section shows what to do there.
 
-# %% tags=["export:batch_invariant"]
-from functools import cache
-
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-
-from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
-
-if HAS_TRITON:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-# %% [markdown]
-# ### Starting before the one before has ended
-# A step of decoding is some 250 small kernels in a row, and each starts when the one
-# before has ended: a microsecond of nothing, 250 times. Newer devices can start a
-# kernel while its predecessor still runs (NVIDIA calls it programmatic dependent
-# launch). It must then wait by itself before it reads anything new. Weights are not
-# new: they are asked for before the wait.
-
-# %% tags=["export:batch_invariant"]
-if HAS_TRITON:
-
-    @triton.jit
-    def _wait(EARLY: tl.constexpr):
-        """Go on when the kernel before has ended, and let the next one start."""
-        if EARLY:
-            gdc_wait()
-            gdc_launch_dependents()
-
-    @triton.jit
-    def _fetch_rows(w_ptr, column, columns, K: tl.constexpr, EARLY: tl.constexpr):
-        """Ask for rows of w before it is this kernel's turn: w is there already."""
-        if EARLY:
-            line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-            lines: tl.constexpr = triton.next_power_of_2((K + line - 1) // line)
-            k = tl.minimum(tl.arange(0, lines) * line, K - 1)
-            row = tl.minimum(column, columns - 1).to(tl.int64)
-            at = w_ptr + row[:, None] * K + k[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-def _early(z: Tensor) -> dict[str, bool]:
-    """Options of a kernel of a step that may start early, where the device has that."""
-    early = z.is_cuda and torch.cuda.get_device_capability(z.device)[0] >= 9
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
 # %% [markdown]
 # ### One product
 # A number of $x W^\top$ is a sum over $k$. What decides its bits is the order of that
@@ -1276,132 +1323,6 @@ def _early(z: Tensor) -> dict[str, bool]:
 #
 # float32 operands are multiplied as they are (`"ieee"`), whatever PyTorch has been told
 # about TF32.
-
-# %% tags=["export:batch_invariant"]
-if HAS_TRITON:
-
-    @triton.jit
-    def _products(
-        x_ptr, w_ptr, row, rows, column, columns, K: tl.constexpr,
-        BLOCK_K: tl.constexpr, EMULATE: tl.constexpr,
-    ):  # fmt: skip
-        """Rows of x times rows of w, float32, summed from the first k to the last."""
-        k = tl.arange(0, BLOCK_K)
-        x_ptr += row.to(tl.int64)[:, None] * K + k[None, :]
-        w_ptr += column.to(tl.int64)[:, None] * K + k[None, :]
-        x_here, w_here = (row < rows)[:, None], (column < columns)[:, None]
-        acc = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
-        for k0 in range(0, K, BLOCK_K):
-            if K % BLOCK_K == 0:
-                x = tl.load(x_ptr + k0, mask=x_here, other=0.0)
-                w = tl.load(w_ptr + k0, mask=w_here, other=0.0)
-            else:
-                inside = (k0 + k < K)[None, :]
-                x = tl.load(x_ptr + k0, mask=x_here & inside, other=0.0)
-                w = tl.load(w_ptr + k0, mask=w_here & inside, other=0.0)
-            if EMULATE:  # the interpreter multiplies bfloat16 wrongly
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(x, tl.trans(w), acc=acc, input_precision="ieee")
-        return acc
-
-    @triton.jit
-    def _tile_of(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-        """Rows and columns of a program's tile; eight tiles of rows share columns."""
-        program, across = tl.program_id(0), tl.cdiv(columns, BLOCK_N)
-        group = program // (8 * across)
-        size = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * 8, 8)
-        place = program % (8 * across)
-        row = (group * 8 + place % size) * BLOCK_M + tl.arange(0, BLOCK_M)
-        return row, place // size * BLOCK_N + tl.arange(0, BLOCK_N)
-
-    @triton.jit(do_not_specialize=["rows"])
-    def _row_linear_kernel(
-        x_ptr, w_ptr, u_ptr, out_ptr, rows, columns, K: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-        ADD: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
-    ):  # fmt: skip
-        """out = x w^T; ADD: u + x w^T, the product rounded to the dtype of x.
-
-        One program a (BLOCK_M, BLOCK_N) tile.
-        """
-        row, column = _tile_of(rows, columns, BLOCK_M, BLOCK_N)
-        _fetch_rows(w_ptr, column, columns, K, EARLY)
-        _wait(EARLY)
-        acc = _products(x_ptr, w_ptr, row, rows, column, columns, K, BLOCK_K, EMULATE)
-        at = row.to(tl.int64)[:, None] * columns + column[None, :]
-        mask = (row < rows)[:, None] & (column < columns)[None, :]
-        if ADD:
-            acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
-            acc = tl.load(u_ptr + at, mask=mask, other=0.0) + acc
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-# (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) by how many rows there are at most, for
-# numbers of 2 and of 4 bytes. The steps along k never change; a sum over k is the same
-# in every tile, which `tiles_agree` checks on each device.
-_TILES = {
-    2: {16: (16, 16, 64, 4, 6), 256: (32, 32, 64, 4, 5), None: (128, 128, 64, 8, 3)},
-    4: {16: (16, 16, 32, 4, 5), 256: (32, 32, 32, 4, 4), None: (64, 64, 32, 8, 3)},
-}
-
-
-def _tile(rows: int, bytes_: int) -> tuple[int, ...]:
-    """The tile for so many rows."""
-    tiles = _TILES[bytes_]
-    return next(tiles[most] for most in tiles if most is None or rows <= most)
-
-
-def _tiling(tile: tuple[int, ...]) -> dict[str, int]:
-    """Launch options of a tile."""
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
-    return dict(zip(names, tile, strict=True))
-
-
-def _launch_linear(x, weight, out, u=None, tile=None, early=None) -> Tensor:
-    """out = x weight^T, plus u; rounded to the dtype of x unless out has another.
-
-    early: from `_early`, in a step; else the kernel waits for the one before.
-
-    Shapes: x (rows, K), weight (columns, K), out and u (rows, columns). Returns: out.
-    """
-    rows, K = x.shape
-    columns = weight.shape[0]
-    tile = tile or _checked_tile(rows, x)
-    grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
-    with torch.cuda.device_of(x):
-        _row_linear_kernel[grid](
-            x, weight, out if u is None else u, out, rows, columns, K=K,
-            ADD=u is not None, EMULATE=_interpreted(), **_tiling(tile),
-            **(early or {"EARLY": False}),
-        )  # fmt: skip
-    return out
-
-
-def _checked_tile(rows: int, x: Tensor) -> tuple[int, ...]:
-    """A tile for so many rows, or the largest where tiles do not agree."""
-    agree = not x.is_cuda or tiles_agree(x.device)
-    return _tile(rows if agree else 2**31, x.element_size())
-
-
-@cache
-def tiles_agree(device: torch.device) -> bool:
-    """Whether a row of a product has the same bits in every tile, on this device."""
-    g = torch.Generator(device).manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        x, weight = (
-            torch.randn(rows, 512, generator=g, device=device).to(dtype)
-            for rows in (128, 192)
-        )
-        wanted, *others = (
-            _launch_linear(
-                x, weight, x.new_empty(128, 192, dtype=torch.float32), tile=t
-            )
-            for t in reversed(_TILES[x.element_size()].values())
-        )
-        if not all(torch.equal(wanted, other) for other in others):
-            return False
-    return True
-
 
 # %%
 x, weight = torch.randn(40, 48, device=device), torch.randn(24, 48, device=device)
@@ -1486,87 +1407,31 @@ def linear(
 # %% tags=["export:batch_invariant"]
 if HAS_TRITON:
 
-    @triton.jit
-    def _row_norm_kernel(
-        u_ptr, gain_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-        EARLY: tl.constexpr,
-    ):  # fmt: skip
-        """out = u / sqrt(mean(u^2) + eps) * gain; one program a row."""
-        _wait(EARLY)
+    @triton.jit(do_not_specialize=["width"])
+    def _row_log_softmax_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+        """out = x - log(sum(exp(x))); one program a row, in blocks of always BLOCK.
+
+        Compiled once for all widths: rows that start on a boundary would be read in
+        larger pieces, and a thread would add up other numbers.
+        """
         i = tl.arange(0, BLOCK)
-        row = tl.program_id(0).to(tl.int64) * WIDTH
-        u = tl.load(u_ptr + row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
-        gain = tl.load(gain_ptr + i, mask=i < WIDTH, other=0.0)
-        out = u * (1.0 / tl.sqrt(tl.sum(u * u, 0) / WIDTH + eps)) * gain
-        tl.store(out_ptr + row + i, out.to(out_ptr.dtype.element_ty), mask=i < WIDTH)
-
-    @triton.jit
-    def _gated(gate, up):
-        """silu(gate) up, in float32."""
-        gate, up = gate.to(tl.float32), up.to(tl.float32)
-        return gate / (1.0 + tl.exp(-gate)) * up
-
-    @triton.jit
-    def _row_swiglu_kernel(both_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-        """out = silu(gate) up with both = [gate, up]; one program BLOCK of a row."""
-        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        row = tl.program_id(0).to(tl.int64)
-        gate_ptr = both_ptr + row * 2 * WIDTH + i
-        gate = tl.load(gate_ptr, mask=i < WIDTH, other=0.0)
-        up = tl.load(gate_ptr + WIDTH, mask=i < WIDTH, other=0.0)
-        out = _gated(gate, up).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row * WIDTH + i, out, mask=i < WIDTH)
-
-    @triton.jit
-    def _row_log_softmax_kernel(
-        x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        """out = x - log(sum(exp(x))); one program a row, in blocks of always BLOCK."""
-        i = tl.arange(0, BLOCK)
-        row = tl.program_id(0).to(tl.int64) * WIDTH
+        row = tl.program_id(0).to(tl.int64) * width
         most = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, WIDTH, BLOCK):
-            x = tl.load(x_ptr + row + start + i, mask=start + i < WIDTH,
+        for start in range(0, width, BLOCK):
+            x = tl.load(x_ptr + row + start + i, mask=start + i < width,
                         other=float("-inf"))  # fmt: skip
             most = tl.maximum(most, x)
         top = tl.max(most, 0)
         total = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, WIDTH, BLOCK):
-            x = tl.load(x_ptr + row + start + i, mask=start + i < WIDTH,
+        for start in range(0, width, BLOCK):
+            x = tl.load(x_ptr + row + start + i, mask=start + i < width,
                         other=float("-inf"))  # fmt: skip
             total += tl.exp(x - top)
         norm = tl.log(tl.sum(total, 0))
-        for start in range(0, WIDTH, BLOCK):
-            here = start + i < WIDTH
+        for start in range(0, width, BLOCK):
+            here = start + i < width
             x = tl.load(x_ptr + row + start + i, mask=here, other=0.0)
             tl.store(out_ptr + row + start + i, x - top - norm, mask=here)
-
-
-def _block(width: int, most: int) -> int:
-    """The power of two that holds a row, or the most."""
-    return min(triton.next_power_of_2(width), most)
-
-
-def _launch_rms_norm(u, gain, out, eps, early=None) -> Tensor:
-    """RMSNorm of each row of u into out, in the dtype of out. Returns: out."""
-    width = u.shape[-1]
-    with torch.cuda.device_of(u):
-        _row_norm_kernel[(u.numel() // width,)](
-            u, gain, out, eps, WIDTH=width, BLOCK=_block(width, 2**16), num_warps=4,
-            **(early or {"EARLY": False}),
-        )  # fmt: skip
-    return out
-
-
-def _launch_swiglu(both, out) -> Tensor:
-    """SwiGLU of each row of both into out. Returns: out."""
-    width = out.shape[-1]
-    block = _block(width, 1024)
-    with torch.cuda.device_of(both):
-        _row_swiglu_kernel[(out.numel() // width, triton.cdiv(width, block))](
-            both, out, WIDTH=width, BLOCK=block
-        )
-    return out
 
 
 def _launch_log_softmax(logits, out) -> Tensor:
@@ -1574,7 +1439,7 @@ def _launch_log_softmax(logits, out) -> Tensor:
     width = logits.shape[-1]
     with torch.cuda.device_of(logits):
         _row_log_softmax_kernel[(logits.numel() // width,)](
-            logits, out, WIDTH=width, BLOCK=2048, num_warps=8
+            logits, out, width, BLOCK=2048, num_warps=8
         )
     return out
 
@@ -1625,7 +1490,8 @@ def _swiglu(both):
     """silu(gate) up for each row of both."""
     both = both.contiguous()
     out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-    return _launch_swiglu(both, out)
+    _over_rows(_swiglu_kernel, out.shape[-1], both, out)
+    return out
 
 
 @_swiglu.register_fake
@@ -1820,20 +1686,16 @@ from mamba3lite.models import batch_invariant
 from mamba3lite.models.batch_invariant import (
     _block,
     _checked_tile,
-    _early,
-    _launch_linear,
-    _launch_rms_norm,
     _tiling,
     _working_dtype,
 )
 
 if HAS_TRITON:
     from mamba3lite.models.batch_invariant import (
+        _ask_for_columns,
         _fetch_rows,
-        _gated,
         _products,
         _tile_of,
-        _wait,
     )
     from mamba3lite.models.ssd_fused import (
         _chunk_sum,
@@ -1967,6 +1829,13 @@ assert round(layers * state / 1e6, 1) == 14.7, "what the recurrence keeps"
 # The products of notebook 06's `_output_kernel`, one by one, made of the same device
 # functions in the same order. The kernel itself keeps them in its body: taken out of
 # it they are the same instructions, but the compiler puts them into another order.
+#
+# One trap is hidden in where a number comes from. A tile of 64 rows and more goes to
+# all four matrix units of a Hopper processor at once, and in tf32 they take $k$ eight
+# at a time, in order. A tile of 16 rows goes to one of them; and if the compiler sees
+# that its numbers came from memory in 16 bits, it hands them out in pairs, so that the
+# unit adds the even $k$ first and then the odd ones: another order, other bits.
+# `_whole` hides from it where they came from.
 
 # %% tags=["export"]
 if HAS_TRITON:
@@ -1978,10 +1847,10 @@ if HAS_TRITON:
         return tl.exp(tl.where(seen, span, float("-inf")))
 
     @triton.jit
-    def _whole(z, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
-        """z in float32, as if memory had held that."""
+    def _whole(z, WHOLE: tl.constexpr):
+        """z in float32; WHOLE: as if memory had held that."""
         z = z.to(tl.float32)
-        if PRECISION == "tf32" and not EMULATE:
+        if WHOLE:
             z = tl.inline_asm_elementwise(
                 "mov.f32 $0, $1;", "=f,f", [z],
                 dtype=tl.float32, is_pure=False, pack=1,
@@ -1989,10 +1858,12 @@ if HAS_TRITON:
         return z
 
     @triton.jit
-    def _keys(B_re, B_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
+    def _keys(
+        B_re, B_im, cos, sin,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, WHOLE: tl.constexpr,
+    ):  # fmt: skip
         """Both halves of k, turned back by V; of q for C and its conjugate."""
-        B_re = _whole(B_re, PRECISION, EMULATE)
-        B_im = _whole(B_im, PRECISION, EMULATE)
+        B_re, B_im = _whole(B_re, WHOLE), _whole(B_im, WHOLE)
         return _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
 
     @triton.jit
@@ -2008,10 +1879,11 @@ if HAS_TRITON:
 
     @triton.jit
     def _from_tokens(
-        M, decay, x, Y, entry, PRECISION: tl.constexpr, EMULATE: tl.constexpr
-    ):
+        M, decay, x, Y, entry,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, WHOLE: tl.constexpr,
+    ):  # fmt: skip
         """Y e^U + (M decay) x: the outputs."""
-        x = _operand(_whole(x, PRECISION, EMULATE), PRECISION, EMULATE)
+        x = _operand(_whole(x, WHOLE), PRECISION, EMULATE)
         P = _operand(M * decay, PRECISION, EMULATE)
         return _dot(P, x, Y * entry[:, None], PRECISION)
 
@@ -2030,19 +1902,25 @@ if HAS_TRITON:
         C_ptr, open_ptr, A_ptr, gates_ptr, cb_ptr, slots_ptr, target_ptr, start_ptr,
         H, W, D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, WHOLE: tl.constexpr,
+        EARLY: tl.constexpr,
     ):  # fmt: skip
         """Gates of the open chunk, and one row of scores q k^T.
 
         Grid (E H). Tokens after the row count as if they were not there; the row is the
         first of a tile whose others are zero.
         """
-        _wait(EARLY)
         program = tl.program_id(0)
         e, h = program // H, program % H
+        start = tl.maximum(tl.load(start_ptr + e), 0)
+        if EARLY:
+            B_ptr = open_ptr + start.to(tl.int64) * W + H * D + h * N
+            _ask_for_columns(B_ptr, W, N, BLOCK_C)
+            _ask_for_columns(B_ptr + H * N, W, N, BLOCK_C)
+        _wait(EARLY)
         if tl.load(slots_ptr + e) >= 0:
             target = tl.load(target_ptr + e)
-            open_ptr += tl.load(start_ptr + e).to(tl.int64) * W
+            open_ptr += start.to(tl.int64) * W
             gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
             step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
             here, one = step <= target, (lane == 0)[:, None]
@@ -2066,8 +1944,10 @@ if HAS_TRITON:
                     0 * lane[:, None] + n,
                     one,
                 )
-                k_re, k_im = _keys(B_re, B_im, cos, sin, PRECISION, EMULATE)
-                q_re, q_im = _keys(C_re, -C_im, cos_row, sin_row, PRECISION, EMULATE)
+                k_re, k_im = _keys(B_re, B_im, cos, sin, PRECISION, EMULATE, WHOLE)
+                q_re, q_im = _keys(
+                    C_re, -C_im, cos_row, sin_row, PRECISION, EMULATE, WHOLE
+                )
                 M = _scores(q_re, q_im, k_re, k_im, M, PRECISION)
             at = program.to(tl.int64) * BLOCK_C + 0 * lane[:, None] + step[None, :]
             tl.store(cb_ptr + at, M, mask=one & (step[None, :] >= 0))
@@ -2094,22 +1974,28 @@ if HAS_TRITON:
         cb_ptr, open_ptr, gates_ptr, C_ptr, out_ptr, slots_ptr, target_ptr, start_ptr,
         states_ptr, H, W, D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, WHOLE: tl.constexpr,
+        EARLY: tl.constexpr,
     ):  # fmt: skip
         """y of one row: from the tokens of the open chunk and the state before it.
 
         Grid (E H); 0 for a padding lane.
         """
-        _wait(EARLY)
         program = tl.program_id(0)
         e, h = program // H, program % H
         step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
         d, one = tl.arange(0, D), (lane == 0)[:, None]
         Y = tl.zeros((BLOCK_M, D), tl.float32)
         slot = tl.load(slots_ptr + e)
+        start = tl.maximum(tl.load(start_ptr + e), 0)
+        if EARLY:
+            state = (tl.maximum(slot, 0).to(tl.int64) * H + h) * D * N
+            _ask_for_columns(states_ptr + 2 * state, 2 * N, 2 * N, D)
+            _ask_for_columns(open_ptr + start.to(tl.int64) * W + h * D, W, D, BLOCK_C)
+        _wait(EARLY)
         if slot >= 0:
             target = tl.load(target_ptr + e)
-            open_ptr += tl.load(start_ptr + e).to(tl.int64) * W
+            open_ptr += start.to(tl.int64) * W
             gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
             cos, sin, U_row, document = _read_gates(
                 gates, target + 0 * lane, BLOCK_C, False
@@ -2125,7 +2011,7 @@ if HAS_TRITON:
                 G_re, G_im = _load_edge(
                     states_ptr, edge + d[None, :] * N + n[:, None], False, True
                 )
-                q_re, q_im = _keys(C_re, -C_im, cos, sin, PRECISION, EMULATE)
+                q_re, q_im = _keys(C_re, -C_im, cos, sin, PRECISION, EMULATE, WHOLE)
                 G_re, G_im = _as_kept(G_re, G_im, PRECISION)
                 G_re, G_im = _operands(G_re, G_im, PRECISION, EMULATE)
                 Y = _from_state(q_re, q_im, G_re, G_im, Y, PRECISION)
@@ -2136,7 +2022,7 @@ if HAS_TRITON:
             x = tl.load(open_ptr + x_at, mask=here[:, None], other=0.0)
             decay = _exp_where(here[None, :], U_row[:, None] - U[None, :])
             entry = _from_entry(U_row, document)
-            Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE)
+            Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE, WHOLE)
         y_at = program.to(tl.int64) * D + 0 * lane[:, None] + d[None, :]
         tl.store(
             out_ptr + y_at, Y.to(out_ptr.dtype.element_ty), mask=one & (d >= 0)[None, :]
@@ -2225,19 +2111,28 @@ def row_kernel_configs(
 
     Source: notebook 09, "Launched as training launches".
     """
-    from mamba3lite.models.ssd_fused import _launch  # it imports triton
-
     sizes = (head_dim, state_dim, chunk_size, precision)
-    kernels = ("chunks", "output")
-    if any(_pinned_config(kernel) is None for kernel in kernels):
+    if any(_pinned_config(kernel) is None for kernel in ("chunks", "output")):
         return None
     if C.is_cuda and not _bits_agree(C.device, *sizes, C.dtype):
         return None
-    options = {kernel: _launch(kernel, precision, head_dim, state_dim)
-               for kernel in kernels}  # fmt: skip
+    return _mirrored(C.device, *sizes)
+
+
+def _mirrored(device, head_dim, state_dim, chunk_size, precision) -> dict[str, dict]:
+    """Options of "chunks" and "output", and what row kernels are compiled for."""
+    from mamba3lite.models.ssd_fused import _launch  # it imports triton
+
     shared = {"D": head_dim, "N": state_dim, "BLOCK_C": chunk_size}
-    return {kernel: shared | {"PRECISION": precision} | own
-            for kernel, own in options.items()}  # fmt: skip
+    shared["PRECISION"] = precision
+    chunks, output = (
+        shared | _launch(kernel, precision, head_dim, state_dim)
+        for kernel in ("chunks", "output")
+    )
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    by_warp_groups = hopper and chunk_size >= 64 and output["num_warps"] >= 4
+    output["WHOLE"] = by_warp_groups and precision == "tf32"
+    return {"chunks": chunks, "output": output}
 
 
 _LAUNCH_NAMES = ("num_warps", "num_stages", "maxnreg")
@@ -2270,6 +2165,7 @@ def bmm_rows(
     A: Tensor,
     slots: Int[Tensor, "E"],
     dA_cumsum: Float[Tensor, "E H 4 Q"],
+    early: dict[str, bool] | None = None,
 ) -> Float[Tensor, "E H Q"]:
     """One row of scores q k^T for each entry and head; computes the gates on the way.
 
@@ -2285,6 +2181,7 @@ def bmm_rows(
         A: decay rates, complex64.
         slots: below 0 for a padding lane, whose row is not written.
         dA_cumsum: gets cos V, sin V and U of the chunk.
+        early: from `_early`, in a step whose entries were there two kernels before.
 
     Source: notebook 09, "Scores of one row".
     """
@@ -2299,7 +2196,7 @@ def bmm_rows(
         _bmm_row_kernel[(len(C) * H,)](
             C, B, torch.view_as_real(A), dA_cumsum, cb, slots, target_rows,
             chunk_starts, H, B.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
-            **_block_sizes(output), **options, **_early(C),
+            **_block_sizes(output), **options, **(early or {"EARLY": False}),
         )  # fmt: skip
     return cb
 
@@ -2315,6 +2212,7 @@ def chunk_scan_rows(
     chunk_starts: Int[Tensor, "E"],
     initial_states: Tensor,
     config: dict[str, dict],
+    early: dict[str, bool] | None = None,
 ) -> Float[Tensor, "E H D"]:
     """The outputs of one row for each entry and head, into `out`.
 
@@ -2323,6 +2221,7 @@ def chunk_scan_rows(
         x: rows of x, Re B, Im B and dt, as in `bmm_rows`.
         initial_states: float32 pairs (S, H, D, N, 2), or complex64: before the chunk.
         slots: row of initial_states; below 0 for a padding lane, which gets 0.
+        early: as in `bmm_rows`.
 
     Raises: TypeError for states that are not float32.
 
@@ -2336,7 +2235,8 @@ def chunk_scan_rows(
         _chunk_scan_row_kernel[(len(C) * H,)](
             cb, x, dA_cumsum, C, out, slots, target_rows, chunk_starts,
             _as_pairs(initial_states), H, x.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
-            **_block_sizes(output), **_launch_options(output), **_early(C),
+            **_block_sizes(output), **_launch_options(output),
+            **(early or {"EARLY": False}),
         )  # fmt: skip
     return out
 
@@ -2349,10 +2249,12 @@ def chunk_state_passing_rows(
     slots: Int[Tensor, "E"],
     states: Tensor,
     config: dict[str, dict],
+    early: dict[str, bool] | None = None,
 ) -> None:
     """Carry the boundary states of flagged entries over their full chunk, in place.
 
     Args: as in `chunk_scan_rows`. chunk_flags: not 0 where the chunk is full.
+        early: as in `bmm_rows`.
 
     Raises: TypeError for states that are not float32.
 
@@ -2368,7 +2270,7 @@ def chunk_state_passing_rows(
         _chunk_state_passing_rows_kernel[(-(-entries // together), H, parts)](
             x, dA_cumsum, chunk_starts, chunk_flags, slots, _as_pairs(states), entries,
             H, x.shape[-1], ENTRIES=together, **_block_sizes(chunks),
-            **_launch_options(chunks), **_early(x),
+            **_launch_options(chunks), **(early or {"EARLY": False}),
         )  # fmt: skip
 
 
@@ -2408,7 +2310,7 @@ def _bits_agree(
 
 def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> int:
     """How many rows and boundary states of a random sequence differ in some bit."""
-    from mamba3lite.models.ssd_fused import _launch, ssd_fused  # it imports triton
+    from mamba3lite.models.ssd_fused import ssd_fused  # it imports triton
 
     H = 16 if device.type == "cuda" else 2  # interpreted, a head takes long
     D, N, T = head_dim, state_dim, 2 * chunk + chunk // 2
@@ -2421,26 +2323,23 @@ def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> i
     _, boundary = ssd_fused(
         proj[:, : 2 * chunk].contiguous(), A, **options, return_final_states=True
     )
-    config = {
-        kernel: {"D": D, "N": N, "BLOCK_C": chunk, "PRECISION": precision}
-        | _launch(kernel, precision, D, N)
-        for kernel in ("chunks", "output")
-    }
+    config = _mirrored(device, D, N, chunk, precision)
     rows, C = _split_columns(proj[0], H, D, N)
     states = torch.zeros(1, H, D, N, dtype=torch.complex64, device=device)
     slots = torch.zeros(chunk, dtype=torch.int32, device=device)
     targets = torch.arange(chunk, dtype=torch.int32, device=device)
-    differ = 0
+    differ, early = 0, _early(proj)
     for start in range(0, T, chunk):
         here = slice(start, min(start + chunk, T))
         n = here.stop - start
         gates = proj.new_empty(n, H, 4, chunk, dtype=torch.float32)
         entry = (slots[:n], targets[:n], slots[:n] + start)
-        step_C = C[here].contiguous()
-        cb = bmm_rows(step_C, rows, chunk, *entry[1:], config,
-                      A=A, slots=entry[0], dA_cumsum=gates)  # fmt: skip
-        y = proj.new_empty(n, H, D)
-        chunk_scan_rows(cb, rows, gates, step_C, y, *entry, states, config)
+        step_C, y = C[here].contiguous(), proj.new_empty(n, H, D)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what starts early finds its entries
+        cb = bmm_rows(step_C, rows, chunk, *entry[1:], config, A=A, slots=entry[0],
+                      dA_cumsum=gates, early=early)  # fmt: skip
+        chunk_scan_rows(cb, rows, gates, step_C, y, *entry, states, config, early)
         differ += int((y != wanted[here]).flatten(1).any(1).sum())
         if n == chunk:
             chunk_state_passing_rows(
@@ -2451,6 +2350,7 @@ def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> i
                 slots[:1],
                 states,
                 config,
+                early,
             )
     return differ + int((states != boundary).any())
 
@@ -2535,29 +2435,6 @@ if HAS_TRITON:
         at = row.to(tl.int64)[:, None] * (last - first) + (column - first)[None, :]
         tl.store(C_ptr + at, acc, mask=exists[:, None] & read[None, :])
 
-    @triton.jit(do_not_specialize=["rows"])
-    def _gate_up_kernel(
-        v_ptr, w_ptr, out_ptr, rows, width, K: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-        EMULATE: tl.constexpr, EARLY: tl.constexpr,
-    ):  # fmt: skip
-        """silu(gate) up for [gate, up] = v w^T; a tile holds both halves, in turns."""
-        kind = out_ptr.dtype.element_ty
-        row, column = _tile_of(rows, 2 * width, BLOCK_M, BLOCK_N)
-        source = column // 2 + column % 2 * width
-        inside = tl.where(column < 2 * width, source, 2 * width)
-        _fetch_rows(w_ptr, inside, 2 * width, K, EARLY)
-        _wait(EARLY)
-        acc = _products(v_ptr, w_ptr, row, rows, inside, 2 * width, K, BLOCK_K, EMULATE)
-        acc = tl.reshape(acc.to(kind), (BLOCK_M, BLOCK_N // 2, 2))
-        gate, up = tl.split(acc)
-        out, _ = tl.split(tl.reshape(column, (BLOCK_N // 2, 2)))
-        out = out // 2
-        at = row.to(tl.int64)[:, None] * width + out[None, :]
-        mask = (row < rows)[:, None] & (out < width)[None, :]
-        tl.store(out_ptr + at, _gated(gate, up).to(kind), mask=mask)
-
-
 # %% [markdown]
 # ### One step
 # Nine launches a layer. In a CUDA graph they cost little more than their work.
@@ -2620,16 +2497,8 @@ class _Step:
     def gate_up(self, v: Tensor, weight: nn.Parameter) -> Tensor:
         """The inner vector of the SwiGLU."""
         weight = self.cache.weight(weight)
-        (rows, K), width = v.shape, len(weight) // 2
-        out = v.new_empty(rows, width)
-        tile = _checked_tile(rows, v)
-        grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(2 * width, tile[1]),)
-        with torch.cuda.device_of(v):
-            _gate_up_kernel[grid](
-                v, weight, out, rows, width, K=K, EMULATE=_interpreted(),
-                **_tiling(tile), **self.early,
-            )  # fmt: skip
-        return out
+        out = v.new_empty(len(v), len(weight) // 2)
+        return _launch_gate_up(v, weight, out, self.early)
 
 
 def _row_block(step: _Step, layer: int, block: nn.Module, config) -> None:
@@ -2641,9 +2510,13 @@ def _row_block(step: _Step, layer: int, block: nn.Module, config) -> None:
         _scan_by_training_kernels(step, layer, block, C, y)
     else:
         gates = step.gates[layer]
-        cb = bmm_rows(C, step.rows, step.cache.chunk, *entry[1:], config,
-                      A=block.A.detach(), slots=entry[0], dA_cumsum=gates)  # fmt: skip
-        chunk_scan_rows(cb, step.rows, gates, C, y, *entry, step.states, config)
+        cb = bmm_rows(
+            C, step.rows, step.cache.chunk, *entry[1:], config, A=block.A.detach(),
+            slots=entry[0], dA_cumsum=gates, early=step.early,
+        )  # fmt: skip
+        chunk_scan_rows(
+            cb, step.rows, gates, C, y, *entry, step.states, config, step.early
+        )
     mixed = step.product(y.flatten(1), block.mimo.weight)
     step.u = step.product(mixed, block.out_proj.weight, add=True)
     inner = step.gate_up(step.norm(block.norm_ffn), block.ffn_gate_up.weight)
@@ -2708,7 +2581,7 @@ def exact_step(
     if config is not None:
         chunk_state_passing_rows(
             step.rows, step.gates.flatten(0, 1), step.starts.flatten(),
-            step.full.flatten(), step.slots.flatten(), step.states, config,
+            step.full.flatten(), step.slots.flatten(), step.states, config, step.early,
         )  # fmt: skip
     weight = cache.weight(model.lm_head.weight)
     logits = step.u.new_empty(len(tokens), len(weight), dtype=torch.float32)

@@ -123,7 +123,8 @@ def test_a_run_on_a_cpu_writes_what_it_measured_and_nothing_else(tmp_path, monke
 def test_decoding_is_measured_for_every_mode(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/mamba3lite", "bench", "--decode"])
     monkeypatch.setattr(bench_decode, "BATCHES", (1, 3))
-    monkeypatch.setattr(bench_decode, "LENGTHS", (20, 60))
+    monkeypatch.setattr(bench_decode, "LENGTHS", (400, 800))
+    monkeypatch.setattr(bench_decode, "SEEDS", (3,))
     file = tmp_path / "new.json"
     model = write_config(tmp_path / "model.yaml", tmp_path / "no-data", tmp_path)
     result = run_command("--decode", "--model", model, "--json", file)
@@ -141,6 +142,10 @@ def test_decoding_is_measured_for_every_mode(tmp_path, monkeypatch):
     assert memory["mode"] == "recurrent"
     assert memory["slot_bytes"] == 2 * 2 * 8 * 4 * 8  # layers, heads, D, N, complex64
     assert len(set(memory["held_bytes"].values())) == (1 if HAS_CUDA else 0)
+    (bits,) = report["decode_bits"]
+    assert bits["exact"] == {"differ": 0, "largest_log_prob": 0.0}
+    assert bits["alone"]["differ"] == 0 and bits["rows"] == 8 * (bits["steps"] + 1)
+    assert bits["recurrent"]["differ"] > bits["rows"] / 2, "what exact steps are for"
     shown = re.findall(r"(recurrent|exact) +│ +(\d+)", result.stdout)
     assert shown == [(mode, str(batch)) for mode, batch in found]
 

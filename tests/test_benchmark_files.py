@@ -150,6 +150,12 @@ def decode_faults(report: dict) -> list[str]:
     for index, row in enumerate(report.get("decode_memory", [])):
         if len(set(row["held_bytes"].values())) > 1:
             faults.append(f"decode_memory[{index}].held_bytes grows with the text")
+    for index, row in enumerate(report.get("decode_bits", [])):
+        where = f"decode_bits[{index}]"
+        if row["exact"]["differ"] or row["alone"]["differ"]:
+            faults.append(f"{where}: exact steps have other bits than a full forward")
+        if row["launches"].get("training kernels"):
+            faults.append(f"{where}: exact steps without the row kernels")
     return faults
 
 

@@ -321,13 +321,12 @@ def test_on_a_gpu_overlap_changes_no_bit(entries, monkeypatch):
     model, tokens = gpu_model(), random_tokens(50, entries).cuda()
     slots = torch.arange(entries, dtype=torch.int32).cuda()
     found = []
-    for overlap in (0, 1, 2):
-        monkeypatch.setattr(decode, "_OVERLAP", overlap)
+    for early in (decode._early, lambda _: {"EARLY": False}):
+        monkeypatch.setattr(decode, "_early", early)
         cache = RecurrentCache(model, entries)
         rows = [recurrent_step(model, row, cache, slots) for row in tokens]
         found.append((torch.stack(rows), cache.states))
-    for logits, states in found[1:]:
-        assert torch.equal(logits, found[0][0]) and torch.equal(states, found[0][1])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.gpu

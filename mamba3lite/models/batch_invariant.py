@@ -18,13 +18,14 @@ __all__ = [
 ]
 
 
-# %% notebooks/09_decoding.py#rows-that-do-not-see-their-neighbors
+# %% notebooks/09_decoding.py#a-launch-that-does-not-wait
 from functools import cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from mamba3lite.models.row_kernels import _over_rows
 from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
 
 if HAS_TRITON:
@@ -32,8 +33,9 @@ if HAS_TRITON:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+    from mamba3lite.models.row_kernels import _gated, _normed, _swiglu_kernel
 
-# %% notebooks/09_decoding.py#starting-before-the-one-before-has-ended
+
 if HAS_TRITON:
 
     @triton.jit
@@ -44,6 +46,22 @@ if HAS_TRITON:
             gdc_launch_dependents()
 
     @triton.jit
+    def _ask_for(at):
+        """Ask for the lines of these addresses, from memory into the second cache."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def _ask_for_columns(ptr, width, columns: tl.constexpr, rows: tl.constexpr):
+        """Ask for the first columns of some rows, `width` numbers apart."""
+        line: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+        lines: tl.constexpr = triton.next_power_of_2((columns + line - 1) // line)
+        column = tl.minimum(tl.arange(0, lines) * line, columns - 1)
+        _ask_for(ptr + tl.arange(0, rows)[:, None] * width + column[None, :])
+
+    @triton.jit
     def _fetch_rows(w_ptr, column, columns, K: tl.constexpr, EARLY: tl.constexpr):
         """Ask for rows of w before it is this kernel's turn: w is there already."""
         if EARLY:
@@ -51,11 +69,7 @@ if HAS_TRITON:
             lines: tl.constexpr = triton.next_power_of_2((K + line - 1) // line)
             k = tl.minimum(tl.arange(0, lines) * line, K - 1)
             row = tl.minimum(column, columns - 1).to(tl.int64)
-            at = w_ptr + row[:, None] * K + k[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            _ask_for(w_ptr + row[:, None] * K + k[None, :])
 
 
 def _early(z: Tensor) -> dict[str, bool]:
@@ -64,7 +78,7 @@ def _early(z: Tensor) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
-# %% notebooks/09_decoding.py#one-product
+# %% notebooks/09_decoding.py#a-matrix-times-some-vectors
 if HAS_TRITON:
 
     @triton.jit
@@ -119,15 +133,38 @@ if HAS_TRITON:
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         if ADD:
             acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
-            acc = tl.load(u_ptr + at, mask=mask, other=0.0) + acc
+            # Not a plain sum: the compiler would begin the product with u.
+            acc = tl.fma(acc, 1.0, tl.load(u_ptr + at, mask=mask, other=0.0))
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _gate_up_kernel(
+        v_ptr, w_ptr, out_ptr, rows, width, K: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        EMULATE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """silu(gate) up for [gate, up] = v w^T; a tile holds both halves, in turns."""
+        kind = out_ptr.dtype.element_ty
+        row, column = _tile_of(rows, 2 * width, BLOCK_M, BLOCK_N)
+        source = column // 2 + column % 2 * width
+        inside = tl.where(column < 2 * width, source, 2 * width)
+        _fetch_rows(w_ptr, inside, 2 * width, K, EARLY)
+        _wait(EARLY)
+        acc = _products(v_ptr, w_ptr, row, rows, inside, 2 * width, K, BLOCK_K, EMULATE)
+        acc = tl.reshape(acc.to(kind), (BLOCK_M, BLOCK_N // 2, 2))
+        gate, up = tl.split(acc)
+        out, _ = tl.split(tl.reshape(column, (BLOCK_N // 2, 2)))
+        out = out // 2
+        at = row.to(tl.int64)[:, None] * width + out[None, :]
+        mask = (row < rows)[:, None] & (out < width)[None, :]
+        tl.store(out_ptr + at, _gated(gate, up).to(kind), mask=mask)
 
 
 # (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) by how many rows there are at most, for
-# numbers of 2 and of 4 bytes. The steps along k never change; a sum over k is the same
-# in every tile, which `tiles_agree` checks on each device.
+# numbers of 2 and of 4 bytes. A sum over k is the same in every tile, which
+# `tiles_agree` checks on each device.
 _TILES = {
-    2: {16: (16, 16, 64, 4, 6), 256: (32, 32, 64, 4, 5), None: (128, 128, 64, 8, 3)},
+    2: {16: (16, 8, 256, 1, 4), 256: (64, 32, 128, 4, 4), None: (128, 128, 64, 8, 3)},
     4: {16: (16, 16, 32, 4, 5), 256: (32, 32, 32, 4, 4), None: (64, 64, 32, 8, 3)},
 }
 
@@ -164,6 +201,22 @@ def _launch_linear(x, weight, out, u=None, tile=None, early=None) -> Tensor:
     return out
 
 
+def _launch_gate_up(x, weight, out, early=None) -> Tensor:
+    """out = silu(gate) up for [gate, up] = x weight^T, in the dtype of x.
+
+    Shapes: x (rows, K), weight (2 width, K), out (rows, width). Returns: out.
+    """
+    (rows, K), columns = x.shape, len(weight)
+    tile = _checked_tile(rows, x)
+    grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
+    with torch.cuda.device_of(x):
+        _gate_up_kernel[grid](
+            x, weight, out, rows, columns // 2, K=K, EMULATE=_interpreted(),
+            **_tiling(tile), **(early or {"EARLY": False}),
+        )  # fmt: skip
+    return out
+
+
 def _checked_tile(rows: int, x: Tensor) -> tuple[int, ...]:
     """A tile for so many rows, or the largest where tiles do not agree."""
     agree = not x.is_cuda or tiles_agree(x.device)
@@ -188,6 +241,39 @@ def tiles_agree(device: torch.device) -> bool:
         if not all(torch.equal(wanted, other) for other in others):
             return False
     return True
+
+
+if HAS_TRITON:
+
+    @triton.jit
+    def _row_norm_kernel(
+        u_ptr, gain_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """out = u / sqrt(mean(u^2) + eps) * gain; one program a row."""
+        _wait(EARLY)
+        i = tl.arange(0, BLOCK)
+        row = tl.program_id(0).to(tl.int64) * WIDTH
+        u = tl.load(u_ptr + row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+        gain = tl.load(gain_ptr + i, mask=i < WIDTH, other=0.0)
+        out = _normed(u, gain, eps, WIDTH)
+        tl.store(out_ptr + row + i, out.to(out_ptr.dtype.element_ty), mask=i < WIDTH)
+
+
+def _block(width: int, most: int) -> int:
+    """The power of two that holds a row, or the most."""
+    return min(triton.next_power_of_2(width), most)
+
+
+def _launch_rms_norm(u, gain, out, eps, early=None) -> Tensor:
+    """RMSNorm of each row of u into out, in the dtype of out. Returns: out."""
+    width = u.shape[-1]
+    with torch.cuda.device_of(u):
+        _row_norm_kernel[(u.numel() // width,)](
+            u, gain, out, eps, WIDTH=width, BLOCK=_block(width, 2**16), num_warps=4,
+            **(early or {"EARLY": False}),
+        )  # fmt: skip
+    return out
 
 
 # %% notebooks/09_decoding.py#its-operator
@@ -252,87 +338,31 @@ def linear(
 # %% notebooks/09_decoding.py#sums-over-a-row
 if HAS_TRITON:
 
-    @triton.jit
-    def _row_norm_kernel(
-        u_ptr, gain_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-        EARLY: tl.constexpr,
-    ):  # fmt: skip
-        """out = u / sqrt(mean(u^2) + eps) * gain; one program a row."""
-        _wait(EARLY)
+    @triton.jit(do_not_specialize=["width"])
+    def _row_log_softmax_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+        """out = x - log(sum(exp(x))); one program a row, in blocks of always BLOCK.
+
+        Compiled once for all widths: rows that start on a boundary would be read in
+        larger pieces, and a thread would add up other numbers.
+        """
         i = tl.arange(0, BLOCK)
-        row = tl.program_id(0).to(tl.int64) * WIDTH
-        u = tl.load(u_ptr + row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
-        gain = tl.load(gain_ptr + i, mask=i < WIDTH, other=0.0)
-        out = u * (1.0 / tl.sqrt(tl.sum(u * u, 0) / WIDTH + eps)) * gain
-        tl.store(out_ptr + row + i, out.to(out_ptr.dtype.element_ty), mask=i < WIDTH)
-
-    @triton.jit
-    def _gated(gate, up):
-        """silu(gate) up, in float32."""
-        gate, up = gate.to(tl.float32), up.to(tl.float32)
-        return gate / (1.0 + tl.exp(-gate)) * up
-
-    @triton.jit
-    def _row_swiglu_kernel(both_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-        """out = silu(gate) up with both = [gate, up]; one program BLOCK of a row."""
-        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        row = tl.program_id(0).to(tl.int64)
-        gate_ptr = both_ptr + row * 2 * WIDTH + i
-        gate = tl.load(gate_ptr, mask=i < WIDTH, other=0.0)
-        up = tl.load(gate_ptr + WIDTH, mask=i < WIDTH, other=0.0)
-        out = _gated(gate, up).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row * WIDTH + i, out, mask=i < WIDTH)
-
-    @triton.jit
-    def _row_log_softmax_kernel(
-        x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        """out = x - log(sum(exp(x))); one program a row, in blocks of always BLOCK."""
-        i = tl.arange(0, BLOCK)
-        row = tl.program_id(0).to(tl.int64) * WIDTH
+        row = tl.program_id(0).to(tl.int64) * width
         most = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, WIDTH, BLOCK):
-            x = tl.load(x_ptr + row + start + i, mask=start + i < WIDTH,
+        for start in range(0, width, BLOCK):
+            x = tl.load(x_ptr + row + start + i, mask=start + i < width,
                         other=float("-inf"))  # fmt: skip
             most = tl.maximum(most, x)
         top = tl.max(most, 0)
         total = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, WIDTH, BLOCK):
-            x = tl.load(x_ptr + row + start + i, mask=start + i < WIDTH,
+        for start in range(0, width, BLOCK):
+            x = tl.load(x_ptr + row + start + i, mask=start + i < width,
                         other=float("-inf"))  # fmt: skip
             total += tl.exp(x - top)
         norm = tl.log(tl.sum(total, 0))
-        for start in range(0, WIDTH, BLOCK):
-            here = start + i < WIDTH
+        for start in range(0, width, BLOCK):
+            here = start + i < width
             x = tl.load(x_ptr + row + start + i, mask=here, other=0.0)
             tl.store(out_ptr + row + start + i, x - top - norm, mask=here)
-
-
-def _block(width: int, most: int) -> int:
-    """The power of two that holds a row, or the most."""
-    return min(triton.next_power_of_2(width), most)
-
-
-def _launch_rms_norm(u, gain, out, eps, early=None) -> Tensor:
-    """RMSNorm of each row of u into out, in the dtype of out. Returns: out."""
-    width = u.shape[-1]
-    with torch.cuda.device_of(u):
-        _row_norm_kernel[(u.numel() // width,)](
-            u, gain, out, eps, WIDTH=width, BLOCK=_block(width, 2**16), num_warps=4,
-            **(early or {"EARLY": False}),
-        )  # fmt: skip
-    return out
-
-
-def _launch_swiglu(both, out) -> Tensor:
-    """SwiGLU of each row of both into out. Returns: out."""
-    width = out.shape[-1]
-    block = _block(width, 1024)
-    with torch.cuda.device_of(both):
-        _row_swiglu_kernel[(out.numel() // width, triton.cdiv(width, block))](
-            both, out, WIDTH=width, BLOCK=block
-        )
-    return out
 
 
 def _launch_log_softmax(logits, out) -> Tensor:
@@ -340,7 +370,7 @@ def _launch_log_softmax(logits, out) -> Tensor:
     width = logits.shape[-1]
     with torch.cuda.device_of(logits):
         _row_log_softmax_kernel[(logits.numel() // width,)](
-            logits, out, WIDTH=width, BLOCK=2048, num_warps=8
+            logits, out, width, BLOCK=2048, num_warps=8
         )
     return out
 
@@ -387,7 +417,8 @@ def _swiglu(both):
     """silu(gate) up for each row of both."""
     both = both.contiguous()
     out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-    return _launch_swiglu(both, out)
+    _over_rows(_swiglu_kernel, out.shape[-1], both, out)
+    return out
 
 
 @_swiglu.register_fake

@@ -239,13 +239,14 @@ class _StepWeights:
 
     layers: list[_LayerWeights]
     head: Float[Tensor, "V d_model"]
+    no_gain: Float[Tensor, "d_model"]
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: nn.Module, dtype: torch.dtype) -> "_StepWeights":
         layers = [_LayerWeights.of(layer, dtype) for layer in model.layers]
         head = (model.lm_head.weight * model.norm_f.weight).to(dtype)
-        return cls(layers, head)
+        return cls(layers, head, torch.ones_like(model.norm_f.weight))
 
 
 def _has_step_kernels(cfg) -> bool:
@@ -257,40 +258,16 @@ def _has_step_kernels(cfg) -> bool:
     return HAS_TRITON and powers and fits
 
 
-# %% notebooks/09_decoding.py#a-launch-that-does-not-wait
-# 0: a kernel starts when the one before has ended. 1: it starts when all programs of
-# the one before have what they wait for. 2: as soon as they have started.
-_OVERLAP = 2
-
-if HAS_TRITON:
-
-    @triton.jit
-    def _wait_for_inputs(OVERLAP: tl.constexpr):
-        """Past this line, what the kernel before has written is there."""
-        if OVERLAP == 2:
-            tl.extra.cuda.gdc_launch_dependents()
-        if OVERLAP > 0:
-            tl.extra.cuda.gdc_wait()
-        if OVERLAP == 1:
-            tl.extra.cuda.gdc_launch_dependents()
-
-
-def _start(kernel, grid, *args, **constants) -> None:
-    """Launch a kernel of the step so that it overlaps with the one before."""
-    overlap = 0 if _interpreted() else _OVERLAP
-    options = {"launch_pdl": True} if overlap else {}
-    kernel[grid](*args, **constants, OVERLAP=overlap, **options)
-
-
 # %% notebooks/09_decoding.py#a-matrix-times-few-vectors
 if HAS_TRITON:
+    from mamba3lite.models.batch_invariant import _wait
 
     @triton.jit
     def _vectors_kernel(
         x_ptr, w_ptr, out_ptr, M, eps,
         K: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
         WHOLE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
-        ADD: tl.constexpr, OVERLAP: tl.constexpr,
+        ADD: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """out[e] = W x[e] for BLOCK_M rows of W, all of which are in registers."""
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -305,7 +282,7 @@ if HAS_TRITON:
             w = tl.load(w_ptr + at, mask=inside, other=0.0)
             if SWIGLU:
                 v = tl.load(w_ptr + M * K + at, mask=inside, other=0.0)
-        _wait_for_inputs(OVERLAP)
+        _wait(EARLY)
         for e in tl.static_range(E):
             x = tl.load(x_ptr + e * K + k, mask=k < K, other=0.0).to(tl.float32)
             z = tl.sum(w.to(tl.float32) * x[None, :], 1)
@@ -322,98 +299,6 @@ if HAS_TRITON:
             tl.store(here, z.to(out_ptr.dtype.element_ty), mask=m < M)
 
 
-# %% notebooks/09_decoding.py#a-matrix-times-some-vectors
-if HAS_TRITON:
-
-    @triton.jit
-    def _fetch(w_ptr, first, M, K: tl.constexpr, PIECES: tl.constexpr):
-        """Ask for rows of a matrix, from memory into the second cache."""
-        piece: tl.constexpr = 128  # numbers, 256 bytes of bfloat16
-        here = first * K + tl.arange(0, PIECES) * piece
-        here = tl.minimum(here, M * K - piece)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 256; // $0", "=r,l",
-            [(w_ptr + here).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def _tiles_kernel(
-        x_ptr, w_ptr, out_ptr, half_ptr, M, E, eps,
-        K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-        BLOCK_K: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-        SWIGLU: tl.constexpr, ADD: tl.constexpr, FETCH: tl.constexpr,
-        OVERLAP: tl.constexpr,
-    ):  # fmt: skip
-        """out[e] = W x[e] for a tile of rows of W and of entries, by matrix units."""
-        first = tl.program_id(0) * BLOCK_M
-        m = first + tl.arange(0, BLOCK_M)
-        e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-        k = tl.arange(0, BLOCK_K)
-        if FETCH > 0 and OVERLAP > 0:
-            _fetch(w_ptr, first, M, K, FETCH)
-            if SWIGLU:
-                _fetch(w_ptr + M * K, first, M, K, FETCH)
-        _wait_for_inputs(OVERLAP)
-        z = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        square = tl.zeros((BLOCK_E,), tl.float32)
-        row = tl.minimum(m, M - 1)
-        entry = tl.minimum(e, E - 1)
-        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            at = row.to(tl.int64)[:, None] * K + (k0 + k)[None, :]
-            x = tl.load(x_ptr + entry[None, :] * K + (k0 + k)[:, None])
-            z = tl.dot(tl.load(w_ptr + at), x, acc=z, input_precision="ieee")
-            if SWIGLU:
-                v = tl.load(w_ptr + M * K + at)
-                up = tl.dot(v, x, acc=up, input_precision="ieee")
-            if NORM:
-                wide = x.to(tl.float32)
-                square += tl.sum(wide * wide, 0)
-        if NORM:
-            scale = tl.rsqrt(square / K + eps)[None, :]
-            z *= scale
-            up *= scale
-        if SWIGLU:
-            z = z * tl.sigmoid(z) * up
-        inside = (m < M)[:, None] & (e < E)[None, :]
-        here = e[None, :] * M + m[:, None]
-        if ADD:
-            z += tl.load(out_ptr + here, mask=inside, other=0.0)
-            tl.store(half_ptr + here, z.to(half_ptr.dtype.element_ty), mask=inside)
-        tl.store(out_ptr + here, z.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-if HAS_TRITON:
-
-    @triton.jit
-    def _norm_kernel(
-        u_ptr, added_ptr, out_ptr, K, eps, BLOCK_K: tl.constexpr, ADD: tl.constexpr,
-        OVERLAP: tl.constexpr,
-    ):  # fmt: skip
-        """u += added where there is something to add; out = u / rms(u). A row each."""
-        _wait_for_inputs(OVERLAP)
-        k = tl.arange(0, BLOCK_K)
-        at = tl.program_id(0) * K + k
-        u = tl.load(u_ptr + at, mask=k < K, other=0.0)
-        if ADD:
-            u += tl.load(added_ptr + at, mask=k < K, other=0.0).to(tl.float32)
-            tl.store(u_ptr + at, u, mask=k < K)
-        u *= tl.rsqrt(tl.sum(u * u, 0) / K + eps)
-        tl.store(out_ptr + at, u.to(out_ptr.dtype.element_ty), mask=k < K)
-
-    @triton.jit
-    def _swiglu_kernel(
-        z_ptr, out_ptr, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-    ):  # fmt: skip
-        """out = silu(gate) * up, of rows that hold gate and up side by side."""
-        _wait_for_inputs(OVERLAP)
-        e, f = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        gate = tl.load(z_ptr + e * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
-        up = tl.load(z_ptr + e * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-        z = gate * tl.sigmoid(gate) * up
-        tl.store(out_ptr + e * F + f, z.to(out_ptr.dtype.element_ty), mask=f < F)
-
-
 # %% notebooks/09_decoding.py#the-state-in-place
 if HAS_TRITON:
 
@@ -421,7 +306,7 @@ if HAS_TRITON:
     def _state_kernel(
         proj_ptr, A_ptr, slots_ptr, states_ptr, y_ptr, H, W,
         D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-        OVERLAP: tl.constexpr, EMULATE: tl.constexpr,
+        EARLY: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
         """h = abar h + B x^T in place and y = Re(C h), BLOCK_D channels of a head.
 
@@ -436,7 +321,7 @@ if HAS_TRITON:
         live = (slot >= 0) & (n >= 0)[None, :] & (d >= 0)[:, None]
         word = tl.load(at, mask=live, other=0)
         A_re, A_im = tl.load(A_ptr + 2 * h), tl.load(A_ptr + 2 * h + 1)
-        _wait_for_inputs(OVERLAP)
+        _wait(EARLY)
         base = proj_ptr + e.to(tl.int64) * W
         x = tl.load(base + h * D + d).to(tl.float32)
         keys = base + H * D + h * N + n
@@ -462,126 +347,80 @@ if HAS_TRITON:
 
 
 # %% notebooks/09_decoding.py#the-launch-table
-# Rows of a matrix that a program takes and its warps, in `_vectors_kernel`; and its
-# rows, columns at once, stages and warps in `_tiles_kernel`, by entries of a tile.
+from mamba3lite.models.batch_invariant import (
+    _early,
+    _launch_gate_up,
+    _launch_linear,
+    _launch_rms_norm,
+)
+
+# Rows of a matrix that a program of `_vectors_kernel` takes, and its warps.
 _STEP_VECTORS = {
-    "in_proj": (8, 4), "out_proj": (4, 4), "gate_up": (4, 4), "down": (4, 4),
+    "in_proj": (16, 4), "out_proj": (4, 1), "gate_up": (8, 8), "down": (4, 4),
     "head": (16, 4),
 }  # fmt: skip
-_STEP_TILES = {
-    16: (16, 256, 3, 4, True),
-    32: (16, 256, 3, 4, True),
-    64: (32, 128, 4, 4, True),
-}
-_STEP_STATE = {True: (8, 1), False: (16, 4)}  # few programs, or many
-_VECTORS_UP_TO, _TILES_UP_TO = 4, 64
+_VECTORS_UP_TO = 2  # sequences; more go through `_launch_linear`
+_STATE_CHANNELS, _STATE_WARPS = 16, 4  # of a program of `_state_kernel`
 
 
-class _Stream:
-    """The residual stream of a step: u, float32, and a copy that products read."""
+class _Products:
+    """Products of a step, and the stream u (E, d_model), float32, that they change."""
 
-    def __init__(self, u: Float[Tensor, "E d_model"], dtype: torch.dtype) -> None:
-        self.u = u
-        self.half = u.to(dtype) if len(u) > _VECTORS_UP_TO else None
-        self.added = None  # what is still to be added to u
+    def __init__(self, u: Tensor, weights: _StepWeights, eps: float) -> None:
+        self.u, self.weights, self.eps = u, weights, eps
+        self.few, self.early = len(u) <= _VECTORS_UP_TO, _early(u)
 
+    def of_stream(self, w: Tensor, name: str, out: Tensor, swiglu=False) -> Tensor:
+        """out = W u / rms(u), or the SwiGLU of that. Returns: out."""
+        if self.few:
+            return self._by_vectors(self.u, w, name, out, norm=True, swiglu=swiglu)
+        v = torch.empty_like(self.u, dtype=w.dtype)
+        _launch_rms_norm(self.u, self.weights.no_gain, v, self.eps, self.early)
+        launch = _launch_gate_up if swiglu else _launch_linear
+        return launch(v, w, out, early=self.early)
 
-def _by_vectors(x, w, name, out, eps, norm, swiglu, add):
-    """out = x w^T for few rows, each product a sum in registers."""
-    M, (E, K) = out.shape[1], x.shape
-    rows, warps = _STEP_VECTORS[name]
-    BLOCK_K = triton.next_power_of_2(K)
-    _start(
-        _vectors_kernel, (triton.cdiv(M, rows),), x, w, out, M, eps, K=K, E=E,
-        BLOCK_M=rows, BLOCK_K=BLOCK_K, WHOLE=M % rows == 0 and K == BLOCK_K, NORM=norm,
-        SWIGLU=swiglu, ADD=add, num_warps=warps,
-    )  # fmt: skip
+    def add(self, x: Tensor, w: Tensor, name: str) -> None:
+        """u += W x"""
+        if self.few:
+            self._by_vectors(x, w, name, self.u, add=True)
+        else:
+            _launch_linear(x, w, self.u, self.u, early=self.early)
 
-
-def _by_tiles(x, w, out, half, eps, norm, swiglu, add):
-    """out = x w^T for some rows, in the matrix units."""
-    M, (E, K) = out.shape[1], x.shape
-    block_e = 16 if E <= 16 else 32 if E <= 32 else 64
-    rows, columns, stages, warps, fetch = _STEP_TILES[block_e]
-    _start(
-        _tiles_kernel, (triton.cdiv(M, rows), triton.cdiv(E, block_e)),
-        x, w, out, half, M, E, eps, K=K, BLOCK_M=rows, BLOCK_E=block_e,
-        BLOCK_K=min(columns, K & -K), STAGES=stages, NORM=norm, SWIGLU=swiglu, ADD=add,
-        FETCH=triton.next_power_of_2(rows * K // 128) if fetch else 0,
-        num_warps=warps,
-    )  # fmt: skip
-
-
-_CUBLAS_ADD = True
-
-
-def _by_cublas(stream, x, w, out, eps, norm, swiglu, add):
-    """out = x w^T by the library, with what comes before and behind in kernels."""
-    if norm:
-        x = torch.empty_like(stream.half)
-        _start(
-            _norm_kernel, (len(x),), stream.u,
-            stream.u if stream.added is None else stream.added, x, x.shape[1], eps,
-            BLOCK_K=triton.next_power_of_2(x.shape[1]), ADD=stream.added is not None,
-            num_warps=4,
+    def _by_vectors(self, x, w, name, out, norm=False, swiglu=False, add=False):
+        """Each number a sum in registers."""
+        M, (E, K) = out.shape[1], x.shape
+        rows, warps = _STEP_VECTORS[name]
+        BLOCK_K = triton.next_power_of_2(K)
+        _vectors_kernel[(triton.cdiv(M, rows),)](
+            x, w, out, M, self.eps, K=K, E=E, BLOCK_M=rows, BLOCK_K=BLOCK_K,
+            WHOLE=M % rows == 0 and K == BLOCK_K, NORM=norm, SWIGLU=swiglu, ADD=add,
+            num_warps=warps, **self.early,
         )  # fmt: skip
-        stream.added = None
-    if swiglu:
-        z = x @ w.mT
-        E, inner = out.shape
-        _start(
-            _swiglu_kernel, (E, triton.cdiv(inner, 512)), z, out, inner, BLOCK=512,
-            num_warps=2,
-        )  # fmt: skip
-    elif add and _CUBLAS_ADD:
-        torch.addmm(stream.u, x, w.mT, out_dtype=torch.float32, out=stream.u)
-    elif add:
-        stream.added = x @ w.mT
-    elif out.dtype == w.dtype:
-        torch.mm(x, w.mT, out=out)
-    else:
-        torch.mm(x, w.mT, out_dtype=out.dtype, out=out)
-
-
-def _multiply(stream, x, w, name, out, eps, norm=False, swiglu=False, add=False):
-    """out = W x; of the normalized stream, through SwiGLU, or added to the stream."""
-    E = len(out)
-    if E <= _VECTORS_UP_TO:
-        x = stream.u if norm else x
-        _by_vectors(x, w, name, out, eps, norm, swiglu, add)
-    elif E <= _TILES_UP_TO:
-        x = stream.half if norm else x
-        _by_tiles(x, w, out, stream.half, eps, norm, swiglu, add)
-    else:
-        _by_cublas(stream, x, w, out, eps, norm, swiglu, add)
-    return out
+        return out
 
 
 def _step_by_kernels(model, tokens, cache, slots):
     """One step of every layer in kernels; logits (E, V)."""
     cfg, weights, E = model.cfg, cache._weights, len(tokens)
-    H, D, N, eps = cfg.n_heads, cfg.head_dim, cfg.state_dim, cfg.rms_norm_eps
-    stream = _Stream(F.embedding(tokens, model.embed.weight).float(), cache.dtype)
-    new = stream.u.new_empty
-    proj = new(E, H * (D + 4 * N + 1), dtype=cache.dtype)
-    y, act = new(E, H * D, dtype=cache.dtype), new(E, cfg.ffn_dim, dtype=cache.dtype)
+    H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
+    u = F.embedding(tokens, model.embed.weight).float()
+    products = _Products(u, weights, cfg.rms_norm_eps)
+    proj = u.new_empty(E, H * (D + 4 * N + 1), dtype=cache.dtype)
+    y = u.new_empty(E, H * D, dtype=cache.dtype)
+    inner = u.new_empty(E, cfg.ffn_dim, dtype=cache.dtype)
     words = cache._storage.view(torch.int64)
-    block_d, warps = _STEP_STATE[E <= 8]
-    block_d = min(block_d, D)
+    block_d = min(_STATE_CHANNELS, D)
     for layer, states in zip(weights.layers, words, strict=True):
-        _multiply(stream, None, layer.in_proj, "in_proj", proj, eps, norm=True)
-        _start(
-            _state_kernel, (E * H * (D // block_d),), proj, layer.A, slots, states, y,
-            H, proj.shape[1], D=D, N=N, BLOCK_D=block_d, EMULATE=_interpreted(),
-            num_warps=warps,
+        products.of_stream(layer.in_proj, "in_proj", proj)
+        _state_kernel[(E * H * (D // block_d),)](
+            proj, layer.A, slots, states, y, H, proj.shape[1], D=D, N=N,
+            BLOCK_D=block_d, EMULATE=_interpreted(), num_warps=_STATE_WARPS,
+            **products.early,
         )  # fmt: skip
-        _multiply(stream, y, layer.out_proj, "out_proj", stream.u, eps, add=True)
-        _multiply(
-            stream, None, layer.gate_up, "gate_up", act, eps, norm=True, swiglu=True
-        )
-        _multiply(stream, act, layer.down, "down", stream.u, eps, add=True)
-    logits = new(E, cfg.vocab_size)
-    return _multiply(stream, None, weights.head, "head", logits, eps, norm=True)
+        products.add(y, layer.out_proj, "out_proj")
+        products.of_stream(layer.gate_up, "gate_up", inner, swiglu=True)
+        products.add(inner, layer.down, "down")
+    return products.of_stream(weights.head, "head", u.new_empty(E, cfg.vocab_size))
 
 
 # %% notebooks/09_decoding.py#the-step
@@ -623,20 +462,16 @@ from mamba3lite.models import batch_invariant
 from mamba3lite.models.batch_invariant import (
     _block,
     _checked_tile,
-    _early,
-    _launch_linear,
-    _launch_rms_norm,
     _tiling,
     _working_dtype,
 )
 
 if HAS_TRITON:
     from mamba3lite.models.batch_invariant import (
+        _ask_for_columns,
         _fetch_rows,
-        _gated,
         _products,
         _tile_of,
-        _wait,
     )
     from mamba3lite.models.ssd_fused import (
         _chunk_sum,
@@ -766,10 +601,10 @@ if HAS_TRITON:
         return tl.exp(tl.where(seen, span, float("-inf")))
 
     @triton.jit
-    def _whole(z, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
-        """z in float32, as if memory had held that."""
+    def _whole(z, WHOLE: tl.constexpr):
+        """z in float32; WHOLE: as if memory had held that."""
         z = z.to(tl.float32)
-        if PRECISION == "tf32" and not EMULATE:
+        if WHOLE:
             z = tl.inline_asm_elementwise(
                 "mov.f32 $0, $1;", "=f,f", [z],
                 dtype=tl.float32, is_pure=False, pack=1,
@@ -777,10 +612,12 @@ if HAS_TRITON:
         return z
 
     @triton.jit
-    def _keys(B_re, B_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr):
+    def _keys(
+        B_re, B_im, cos, sin,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, WHOLE: tl.constexpr,
+    ):  # fmt: skip
         """Both halves of k, turned back by V; of q for C and its conjugate."""
-        B_re = _whole(B_re, PRECISION, EMULATE)
-        B_im = _whole(B_im, PRECISION, EMULATE)
+        B_re, B_im = _whole(B_re, WHOLE), _whole(B_im, WHOLE)
         return _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
 
     @triton.jit
@@ -796,10 +633,11 @@ if HAS_TRITON:
 
     @triton.jit
     def _from_tokens(
-        M, decay, x, Y, entry, PRECISION: tl.constexpr, EMULATE: tl.constexpr
-    ):
+        M, decay, x, Y, entry,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, WHOLE: tl.constexpr,
+    ):  # fmt: skip
         """Y e^U + (M decay) x: the outputs."""
-        x = _operand(_whole(x, PRECISION, EMULATE), PRECISION, EMULATE)
+        x = _operand(_whole(x, WHOLE), PRECISION, EMULATE)
         P = _operand(M * decay, PRECISION, EMULATE)
         return _dot(P, x, Y * entry[:, None], PRECISION)
 
@@ -812,19 +650,25 @@ if HAS_TRITON:
         C_ptr, open_ptr, A_ptr, gates_ptr, cb_ptr, slots_ptr, target_ptr, start_ptr,
         H, W, D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, WHOLE: tl.constexpr,
+        EARLY: tl.constexpr,
     ):  # fmt: skip
         """Gates of the open chunk, and one row of scores q k^T.
 
         Grid (E H). Tokens after the row count as if they were not there; the row is the
         first of a tile whose others are zero.
         """
-        _wait(EARLY)
         program = tl.program_id(0)
         e, h = program // H, program % H
+        start = tl.maximum(tl.load(start_ptr + e), 0)
+        if EARLY:
+            B_ptr = open_ptr + start.to(tl.int64) * W + H * D + h * N
+            _ask_for_columns(B_ptr, W, N, BLOCK_C)
+            _ask_for_columns(B_ptr + H * N, W, N, BLOCK_C)
+        _wait(EARLY)
         if tl.load(slots_ptr + e) >= 0:
             target = tl.load(target_ptr + e)
-            open_ptr += tl.load(start_ptr + e).to(tl.int64) * W
+            open_ptr += start.to(tl.int64) * W
             gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
             step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
             here, one = step <= target, (lane == 0)[:, None]
@@ -848,8 +692,10 @@ if HAS_TRITON:
                     0 * lane[:, None] + n,
                     one,
                 )
-                k_re, k_im = _keys(B_re, B_im, cos, sin, PRECISION, EMULATE)
-                q_re, q_im = _keys(C_re, -C_im, cos_row, sin_row, PRECISION, EMULATE)
+                k_re, k_im = _keys(B_re, B_im, cos, sin, PRECISION, EMULATE, WHOLE)
+                q_re, q_im = _keys(
+                    C_re, -C_im, cos_row, sin_row, PRECISION, EMULATE, WHOLE
+                )
                 M = _scores(q_re, q_im, k_re, k_im, M, PRECISION)
             at = program.to(tl.int64) * BLOCK_C + 0 * lane[:, None] + step[None, :]
             tl.store(cb_ptr + at, M, mask=one & (step[None, :] >= 0))
@@ -870,22 +716,28 @@ if HAS_TRITON:
         cb_ptr, open_ptr, gates_ptr, C_ptr, out_ptr, slots_ptr, target_ptr, start_ptr,
         states_ptr, H, W, D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-        PRECISION: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr, WHOLE: tl.constexpr,
+        EARLY: tl.constexpr,
     ):  # fmt: skip
         """y of one row: from the tokens of the open chunk and the state before it.
 
         Grid (E H); 0 for a padding lane.
         """
-        _wait(EARLY)
         program = tl.program_id(0)
         e, h = program // H, program % H
         step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
         d, one = tl.arange(0, D), (lane == 0)[:, None]
         Y = tl.zeros((BLOCK_M, D), tl.float32)
         slot = tl.load(slots_ptr + e)
+        start = tl.maximum(tl.load(start_ptr + e), 0)
+        if EARLY:
+            state = (tl.maximum(slot, 0).to(tl.int64) * H + h) * D * N
+            _ask_for_columns(states_ptr + 2 * state, 2 * N, 2 * N, D)
+            _ask_for_columns(open_ptr + start.to(tl.int64) * W + h * D, W, D, BLOCK_C)
+        _wait(EARLY)
         if slot >= 0:
             target = tl.load(target_ptr + e)
-            open_ptr += tl.load(start_ptr + e).to(tl.int64) * W
+            open_ptr += start.to(tl.int64) * W
             gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
             cos, sin, U_row, document = _read_gates(
                 gates, target + 0 * lane, BLOCK_C, False
@@ -901,7 +753,7 @@ if HAS_TRITON:
                 G_re, G_im = _load_edge(
                     states_ptr, edge + d[None, :] * N + n[:, None], False, True
                 )
-                q_re, q_im = _keys(C_re, -C_im, cos, sin, PRECISION, EMULATE)
+                q_re, q_im = _keys(C_re, -C_im, cos, sin, PRECISION, EMULATE, WHOLE)
                 G_re, G_im = _as_kept(G_re, G_im, PRECISION)
                 G_re, G_im = _operands(G_re, G_im, PRECISION, EMULATE)
                 Y = _from_state(q_re, q_im, G_re, G_im, Y, PRECISION)
@@ -912,7 +764,7 @@ if HAS_TRITON:
             x = tl.load(open_ptr + x_at, mask=here[:, None], other=0.0)
             decay = _exp_where(here[None, :], U_row[:, None] - U[None, :])
             entry = _from_entry(U_row, document)
-            Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE)
+            Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE, WHOLE)
         y_at = program.to(tl.int64) * D + 0 * lane[:, None] + d[None, :]
         tl.store(
             out_ptr + y_at, Y.to(out_ptr.dtype.element_ty), mask=one & (d >= 0)[None, :]
@@ -988,19 +840,28 @@ def row_kernel_configs(
 
     Source: notebook 09, "Launched as training launches".
     """
-    from mamba3lite.models.ssd_fused import _launch  # it imports triton
-
     sizes = (head_dim, state_dim, chunk_size, precision)
-    kernels = ("chunks", "output")
-    if any(_pinned_config(kernel) is None for kernel in kernels):
+    if any(_pinned_config(kernel) is None for kernel in ("chunks", "output")):
         return None
     if C.is_cuda and not _bits_agree(C.device, *sizes, C.dtype):
         return None
-    options = {kernel: _launch(kernel, precision, head_dim, state_dim)
-               for kernel in kernels}  # fmt: skip
+    return _mirrored(C.device, *sizes)
+
+
+def _mirrored(device, head_dim, state_dim, chunk_size, precision) -> dict[str, dict]:
+    """Options of "chunks" and "output", and what row kernels are compiled for."""
+    from mamba3lite.models.ssd_fused import _launch  # it imports triton
+
     shared = {"D": head_dim, "N": state_dim, "BLOCK_C": chunk_size}
-    return {kernel: shared | {"PRECISION": precision} | own
-            for kernel, own in options.items()}  # fmt: skip
+    shared["PRECISION"] = precision
+    chunks, output = (
+        shared | _launch(kernel, precision, head_dim, state_dim)
+        for kernel in ("chunks", "output")
+    )
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    by_warp_groups = hopper and chunk_size >= 64 and output["num_warps"] >= 4
+    output["WHOLE"] = by_warp_groups and precision == "tf32"
+    return {"chunks": chunks, "output": output}
 
 
 _LAUNCH_NAMES = ("num_warps", "num_stages", "maxnreg")
@@ -1033,6 +894,7 @@ def bmm_rows(
     A: Tensor,
     slots: Int[Tensor, "E"],
     dA_cumsum: Float[Tensor, "E H 4 Q"],
+    early: dict[str, bool] | None = None,
 ) -> Float[Tensor, "E H Q"]:
     """One row of scores q k^T for each entry and head; computes the gates on the way.
 
@@ -1048,6 +910,7 @@ def bmm_rows(
         A: decay rates, complex64.
         slots: below 0 for a padding lane, whose row is not written.
         dA_cumsum: gets cos V, sin V and U of the chunk.
+        early: from `_early`, in a step whose entries were there two kernels before.
 
     Source: notebook 09, "Scores of one row".
     """
@@ -1062,7 +925,7 @@ def bmm_rows(
         _bmm_row_kernel[(len(C) * H,)](
             C, B, torch.view_as_real(A), dA_cumsum, cb, slots, target_rows,
             chunk_starts, H, B.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
-            **_block_sizes(output), **options, **_early(C),
+            **_block_sizes(output), **options, **(early or {"EARLY": False}),
         )  # fmt: skip
     return cb
 
@@ -1078,6 +941,7 @@ def chunk_scan_rows(
     chunk_starts: Int[Tensor, "E"],
     initial_states: Tensor,
     config: dict[str, dict],
+    early: dict[str, bool] | None = None,
 ) -> Float[Tensor, "E H D"]:
     """The outputs of one row for each entry and head, into `out`.
 
@@ -1086,6 +950,7 @@ def chunk_scan_rows(
         x: rows of x, Re B, Im B and dt, as in `bmm_rows`.
         initial_states: float32 pairs (S, H, D, N, 2), or complex64: before the chunk.
         slots: row of initial_states; below 0 for a padding lane, which gets 0.
+        early: as in `bmm_rows`.
 
     Raises: TypeError for states that are not float32.
 
@@ -1099,7 +964,8 @@ def chunk_scan_rows(
         _chunk_scan_row_kernel[(len(C) * H,)](
             cb, x, dA_cumsum, C, out, slots, target_rows, chunk_starts,
             _as_pairs(initial_states), H, x.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
-            **_block_sizes(output), **_launch_options(output), **_early(C),
+            **_block_sizes(output), **_launch_options(output),
+            **(early or {"EARLY": False}),
         )  # fmt: skip
     return out
 
@@ -1112,10 +978,12 @@ def chunk_state_passing_rows(
     slots: Int[Tensor, "E"],
     states: Tensor,
     config: dict[str, dict],
+    early: dict[str, bool] | None = None,
 ) -> None:
     """Carry the boundary states of flagged entries over their full chunk, in place.
 
     Args: as in `chunk_scan_rows`. chunk_flags: not 0 where the chunk is full.
+        early: as in `bmm_rows`.
 
     Raises: TypeError for states that are not float32.
 
@@ -1131,7 +999,7 @@ def chunk_state_passing_rows(
         _chunk_state_passing_rows_kernel[(-(-entries // together), H, parts)](
             x, dA_cumsum, chunk_starts, chunk_flags, slots, _as_pairs(states), entries,
             H, x.shape[-1], ENTRIES=together, **_block_sizes(chunks),
-            **_launch_options(chunks), **_early(x),
+            **_launch_options(chunks), **(early or {"EARLY": False}),
         )  # fmt: skip
 
 
@@ -1164,7 +1032,7 @@ def _bits_agree(
 
 def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> int:
     """How many rows and boundary states of a random sequence differ in some bit."""
-    from mamba3lite.models.ssd_fused import _launch, ssd_fused  # it imports triton
+    from mamba3lite.models.ssd_fused import ssd_fused  # it imports triton
 
     H = 16 if device.type == "cuda" else 2  # interpreted, a head takes long
     D, N, T = head_dim, state_dim, 2 * chunk + chunk // 2
@@ -1177,26 +1045,23 @@ def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> i
     _, boundary = ssd_fused(
         proj[:, : 2 * chunk].contiguous(), A, **options, return_final_states=True
     )
-    config = {
-        kernel: {"D": D, "N": N, "BLOCK_C": chunk, "PRECISION": precision}
-        | _launch(kernel, precision, D, N)
-        for kernel in ("chunks", "output")
-    }
+    config = _mirrored(device, D, N, chunk, precision)
     rows, C = _split_columns(proj[0], H, D, N)
     states = torch.zeros(1, H, D, N, dtype=torch.complex64, device=device)
     slots = torch.zeros(chunk, dtype=torch.int32, device=device)
     targets = torch.arange(chunk, dtype=torch.int32, device=device)
-    differ = 0
+    differ, early = 0, _early(proj)
     for start in range(0, T, chunk):
         here = slice(start, min(start + chunk, T))
         n = here.stop - start
         gates = proj.new_empty(n, H, 4, chunk, dtype=torch.float32)
         entry = (slots[:n], targets[:n], slots[:n] + start)
-        step_C = C[here].contiguous()
-        cb = bmm_rows(step_C, rows, chunk, *entry[1:], config,
-                      A=A, slots=entry[0], dA_cumsum=gates)  # fmt: skip
-        y = proj.new_empty(n, H, D)
-        chunk_scan_rows(cb, rows, gates, step_C, y, *entry, states, config)
+        step_C, y = C[here].contiguous(), proj.new_empty(n, H, D)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what starts early finds its entries
+        cb = bmm_rows(step_C, rows, chunk, *entry[1:], config, A=A, slots=entry[0],
+                      dA_cumsum=gates, early=early)  # fmt: skip
+        chunk_scan_rows(cb, rows, gates, step_C, y, *entry, states, config, early)
         differ += int((y != wanted[here]).flatten(1).any(1).sum())
         if n == chunk:
             chunk_state_passing_rows(
@@ -1207,6 +1072,7 @@ def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> i
                 slots[:1],
                 states,
                 config,
+                early,
             )
     return differ + int((states != boundary).any())
 
@@ -1280,28 +1146,6 @@ if HAS_TRITON:
         at = row.to(tl.int64)[:, None] * (last - first) + (column - first)[None, :]
         tl.store(C_ptr + at, acc, mask=exists[:, None] & read[None, :])
 
-    @triton.jit(do_not_specialize=["rows"])
-    def _gate_up_kernel(
-        v_ptr, w_ptr, out_ptr, rows, width, K: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-        EMULATE: tl.constexpr, EARLY: tl.constexpr,
-    ):  # fmt: skip
-        """silu(gate) up for [gate, up] = v w^T; a tile holds both halves, in turns."""
-        kind = out_ptr.dtype.element_ty
-        row, column = _tile_of(rows, 2 * width, BLOCK_M, BLOCK_N)
-        source = column // 2 + column % 2 * width
-        inside = tl.where(column < 2 * width, source, 2 * width)
-        _fetch_rows(w_ptr, inside, 2 * width, K, EARLY)
-        _wait(EARLY)
-        acc = _products(v_ptr, w_ptr, row, rows, inside, 2 * width, K, BLOCK_K, EMULATE)
-        acc = tl.reshape(acc.to(kind), (BLOCK_M, BLOCK_N // 2, 2))
-        gate, up = tl.split(acc)
-        out, _ = tl.split(tl.reshape(column, (BLOCK_N // 2, 2)))
-        out = out // 2
-        at = row.to(tl.int64)[:, None] * width + out[None, :]
-        mask = (row < rows)[:, None] & (out < width)[None, :]
-        tl.store(out_ptr + at, _gated(gate, up).to(kind), mask=mask)
-
 
 # %% notebooks/09_decoding.py#one-step
 class _Step:
@@ -1360,16 +1204,8 @@ class _Step:
     def gate_up(self, v: Tensor, weight: nn.Parameter) -> Tensor:
         """The inner vector of the SwiGLU."""
         weight = self.cache.weight(weight)
-        (rows, K), width = v.shape, len(weight) // 2
-        out = v.new_empty(rows, width)
-        tile = _checked_tile(rows, v)
-        grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(2 * width, tile[1]),)
-        with torch.cuda.device_of(v):
-            _gate_up_kernel[grid](
-                v, weight, out, rows, width, K=K, EMULATE=_interpreted(),
-                **_tiling(tile), **self.early,
-            )  # fmt: skip
-        return out
+        out = v.new_empty(len(v), len(weight) // 2)
+        return _launch_gate_up(v, weight, out, self.early)
 
 
 def _row_block(step: _Step, layer: int, block: nn.Module, config) -> None:
@@ -1381,9 +1217,13 @@ def _row_block(step: _Step, layer: int, block: nn.Module, config) -> None:
         _scan_by_training_kernels(step, layer, block, C, y)
     else:
         gates = step.gates[layer]
-        cb = bmm_rows(C, step.rows, step.cache.chunk, *entry[1:], config,
-                      A=block.A.detach(), slots=entry[0], dA_cumsum=gates)  # fmt: skip
-        chunk_scan_rows(cb, step.rows, gates, C, y, *entry, step.states, config)
+        cb = bmm_rows(
+            C, step.rows, step.cache.chunk, *entry[1:], config, A=block.A.detach(),
+            slots=entry[0], dA_cumsum=gates, early=step.early,
+        )  # fmt: skip
+        chunk_scan_rows(
+            cb, step.rows, gates, C, y, *entry, step.states, config, step.early
+        )
     mixed = step.product(y.flatten(1), block.mimo.weight)
     step.u = step.product(mixed, block.out_proj.weight, add=True)
     inner = step.gate_up(step.norm(block.norm_ffn), block.ffn_gate_up.weight)
@@ -1448,7 +1288,7 @@ def exact_step(
     if config is not None:
         chunk_state_passing_rows(
             step.rows, step.gates.flatten(0, 1), step.starts.flatten(),
-            step.full.flatten(), step.slots.flatten(), step.states, config,
+            step.full.flatten(), step.slots.flatten(), step.states, config, step.early,
         )  # fmt: skip
     weight = cache.weight(model.lm_head.weight)
     logits = step.u.new_empty(len(tokens), len(weight), dtype=torch.float32)

@@ -34,6 +34,11 @@ def fuses_rows(z: Float[Tensor, "*rows width"]) -> bool:
 if HAS_TRITON:
 
     @triton.jit
+    def _normed(u, gain, eps, WIDTH: tl.constexpr):
+        """u, WIDTH numbers and zeros, over its root mean square, times gain."""
+        return u * (1.0 / tl.sqrt(tl.sum(u * u, 0) / WIDTH + eps)) * gain
+
+    @triton.jit
     def _norm_kernel(
         u_ptr, branch_ptr, gain_ptr, sum_ptr, out_ptr, eps,
         WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
@@ -49,7 +54,7 @@ if HAS_TRITON:
             u += tl.load(branch_ptr + at, mask=here, other=0.0).to(tl.float32)
             tl.store(sum_ptr + at, u.to(sum_ptr.dtype.element_ty), mask=here)
         gain = tl.load(gain_ptr + i, mask=here, other=0.0).to(tl.float32)
-        out = u * (1.0 / tl.sqrt(tl.sum(u * u, 0) / WIDTH + eps)) * gain
+        out = _normed(u, gain, eps, WIDTH)
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=here)
 
     @triton.jit(do_not_specialize=["rows"])
@@ -159,14 +164,20 @@ def add_norm(
 if HAS_TRITON:
 
     @triton.jit
+    def _gated(gate, up):
+        """silu(gate) up, in float32."""
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+    @triton.jit
     def _swiglu_kernel(both_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         """out = silu(gate) up for both = [gate, up]; one program BLOCK of a row."""
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         row, here = tl.program_id(0).to(tl.int64), i < WIDTH
         gate_ptr = both_ptr + row * 2 * WIDTH + i
-        gate = tl.load(gate_ptr, mask=here, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptr + WIDTH, mask=here, other=0.0).to(tl.float32)
-        out = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+        gate = tl.load(gate_ptr, mask=here, other=0.0)
+        up = tl.load(gate_ptr + WIDTH, mask=here, other=0.0)
+        out = _gated(gate, up).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * WIDTH + i, out, mask=here)
 
     @triton.jit
