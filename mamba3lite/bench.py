@@ -51,6 +51,7 @@ from mamba3lite.models.transformer import Mamba3Transformer
 FORMAT = 1
 PRECISIONS = ("ieee", "tf32", "bf16")
 PARTS = ("per_chunk", "scan", "block_fp32", "block_bf16")
+DECODE_PARTS = ("steps", "memory", "bits")  # with --decode
 KERNELS = ("triton", "fused")
 
 
@@ -699,13 +700,18 @@ def sweep_fused(shape: Shape, device: torch.device, say: Callable) -> list[dict]
     return rows
 
 
+def known_parts(parts: list[str] | None, known: Sequence[str]) -> None:
+    """Refuse a name of a part that there is not."""
+    for name in parts or ():
+        if name not in known:
+            raise typer.BadParameter(f"--part {name}: there are {', '.join(known)}")
+
+
 def check_parts(
     parts: list[str] | None, scan: bool, peers: bool, model: str | None
 ) -> Sequence[str]:
     """The parts to measure; refuses a name that is none, and nothing to measure."""
-    for name in parts or ():
-        if name not in PARTS:
-            raise typer.BadParameter(f"--part {name}: there are {', '.join(PARTS)}")
+    known_parts(parts, PARTS)
     if not scan and (parts or peers or not model):
         raise typer.BadParameter(
             "--no-scan measures --model alone; name one, and no --part or --peers"
@@ -980,7 +986,11 @@ def main(
     ] = None,
     parts: Annotated[
         list[str] | None,
-        typer.Option("--part", help=f"Only this part of the scan: {', '.join(PARTS)}."),
+        typer.Option(
+            "--part",
+            help=f"Only this part of the scan: {', '.join(PARTS)}. With --decode only "
+            f"this one of it: {', '.join(DECODE_PARTS)}.",
+        ),
     ] = None,
     no_scan: Annotated[
         bool, typer.Option("--no-scan", help="Leave the scan out, for --model.")
@@ -1013,11 +1023,14 @@ def main(
         raise typer.BadParameter("--set changes the configuration of --model; name one")
     if decode and not model:
         raise typer.BadParameter("--decode measures a model; name one with --model")
-    if decode and (tune or peers or parts or no_scan):
+    if decode and (tune or peers or no_scan):
         raise typer.BadParameter(
             "--decode leaves the scan out; no option of it goes along"
         )
-    parts = check_parts(parts, not no_scan, peers, model)
+    if decode:
+        known_parts(parts, DECODE_PARTS)
+    else:
+        parts = check_parts(parts, not no_scan, peers, model)
     if model:
         check_model(model, overrides or [])
     faults: list[str | None] = []
@@ -1030,7 +1043,9 @@ def main(
     if decode:
         from mamba3lite.bench_decode import decode_table, run_decode_bench
 
-        report = run_decode_bench(model, overrides or [], device, **options)
+        report = run_decode_bench(
+            model, overrides or [], device, parts=parts or DECODE_PARTS, **options
+        )
         console.print(decode_table(report["decode"]))
     else:
         shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)

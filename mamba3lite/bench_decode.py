@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from mamba3lite.bench import (
+    DECODE_PARTS,
     FORMAT,
     captured,
     ceilings,
@@ -47,12 +48,13 @@ def run_decode_bench(
     overrides: list[str],
     device: torch.device,
     *,
+    parts: Sequence[str] = DECODE_PARTS,
     say: Callable = print,
     save: Callable[[dict], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Measure every mode of decoding for a model with random weights.
 
-    Args: save: called with what is there after each row.
+    Args: parts: what to measure. save: called with what is there after each row.
     """
     ceiling = ceilings(device)
     torch.manual_seed(0)
@@ -73,22 +75,25 @@ def run_decode_bench(
         "decode_memory": [],
         "decode_bits": [],
     }
-    for mode in MODES:
+    for mode in MODES if {"steps", "memory"} & {*parts} else ():
         exact = {"batch_invariant": True} if mode == "exact" else {}
         with device:
             model = Mamba3Transformer(fields | exact).eval()
-        for row in step_rows(model, mode, BATCHES, ceiling["copy_tb_s"]):
+        batches = BATCHES if "steps" in parts else ()
+        for row in step_rows(model, mode, batches, ceiling["copy_tb_s"]):
             report["decode"].append(row)
             say(
                 f"{mode}, {row['batch']} sequences: {row['step_ms']['median']:.3f} ms, "
                 f"{row['tokens_per_s']:,.0f} tokens/s"
             )
             save(report)
-        report["decode_memory"].append(memory_row(model, mode, LENGTHS))
-        say(f"{mode}: {report['decode_memory'][-1]['slot_bytes']:,} bytes a sequence")
-        save(report)
+        if "memory" in parts:
+            report["decode_memory"].append(memory_row(model, mode, LENGTHS))
+            held = report["decode_memory"][-1]["slot_bytes"]
+            say(f"{mode}: {held:,} bytes a sequence")
+            save(report)
     for precision in ("bf16", "tf32") if device.type == "cuda" else ("tf32",):
-        for seed in SEEDS:
+        for seed in SEEDS if "bits" in parts else ():
             changes = {"batch_invariant": True, "ssd_precision": precision}
             report["decode_bits"].append(bits_row(fields | changes, seed, device))
             say(bits_line(report["decode_bits"][-1]))
@@ -214,7 +219,7 @@ def read(steps: Steps, count: int) -> int:
     return count
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def bits_row(fields: dict, seed: int, device: torch.device) -> dict[str, Any]:
     """Both modes against one full forward, bit by bit.
 

@@ -62,7 +62,8 @@ class Plan:
     """What is measured: two configurations, rows a micro-batch, steps, GPUs, seconds.
 
     config: whose speed is measured. small: of the float32 losses, the resumed run and
-    the killed one. gpus: wanted; those above ``here`` are listed as not run.
+    the killed one. gpus: wanted; those above ``here`` are listed as not run. only:
+    words of the names of the parts to run; none for all.
     """
 
     config: str
@@ -73,6 +74,7 @@ class Plan:
     gpus: tuple[int, ...]
     here: int
     seconds: float
+    only: tuple[str, ...] = ()
 
     @property
     def several(self) -> list[int]:
@@ -576,6 +578,8 @@ def measure(
     for name, run in parts_of(bench):
         say(f"{name} ({bench.left():.0f} s left)")
         try:
+            if plan.only and not any(word in name for word in plan.only):
+                raise Failed("left out by --only")
             if bench.left() <= 0:
                 raise Failed("the time for all measurements was over")
             report["dead_rank"] = run() or report["dead_rank"]
@@ -672,6 +676,12 @@ def main(
         float,
         typer.Option(help="For everything; what does not fit is not run.", min=1),
     ] = 3600,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only parts whose name has this in it: fsdp2, float32, resume, killed."
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all numbers to this file.")
     ] = None,
@@ -697,7 +707,8 @@ def main(
             text = json.dumps(report, indent=1) + "\n"
             json_file.write_text(text, encoding="utf-8")
 
-    plan = Plan(config, small, source, rows, steps, wanted, here, seconds)
+    sizes = (rows, steps, wanted, here, seconds)
+    plan = Plan(config, small, source, *sizes, tuple(only or ()))
     with tempfile.TemporaryDirectory() as work:
         report = measure(plan, Path(work), lambda line: print(line, flush=True), save)
     print("\n".join(lines_of(report)))

@@ -1794,7 +1794,9 @@ class ExactCache:
         """A parameter in the dtype that products read, copied when it has changed."""
         if parameter.dtype == self.dtype:
             return parameter.detach()
-        version = (parameter._version, parameter.data_ptr())
+        # What was made in inference mode does not count its changes.
+        counted = not parameter.is_inference()
+        version = (parameter._version if counted else 0, parameter.data_ptr())
         held = self._weights.get(id(parameter))
         if held is None:
             copy = parameter.detach().to(self.dtype)

@@ -163,6 +163,17 @@ def test_two_ranks_read_what_one_reads_and_come_to_its_losses(alone, together, k
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_losses_of_clipped_steps_have_the_bits_of_one_process(
+    alone, together, kind
+):
+    """However a gradient is cut, its norm is the same, and so is what it scales."""
+    rows = read_metrics(alone / "metrics.jsonl")
+    clipped = [row["step"] for row in rows if row.get("grad_norm", 0) > 1]
+    assert clipped == [2, 3, 4, 5, 6]
+    assert losses(together[kind]) == losses(alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rank_0_alone_writes_and_writes_what_one_process_writes(alone, together, kind):
     def names(folder):
         found = (p.relative_to(folder) for p in contents(folder))

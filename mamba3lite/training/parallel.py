@@ -327,21 +327,22 @@ class Ranks:
     def clip(self, model: nn.Module, limit: float) -> Tensor:
         """Scale the gradient to a norm of at most ``limit``; returns the norm before.
 
-        The norm is that of the whole gradient, whatever is sharded.
+        The norm is that of the whole gradient, whatever is sharded. It is summed in
+        float64: how the gradient is cut then does not show in what float32 keeps.
         """
-        parameters = list(model.parameters())
-        if not self._by_hand:
-            return nn.utils.clip_grad_norm_(parameters, limit)
-        self._average_by_hand()
-        parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for gradient in (p.grad for p in parameters if p.grad is not None):
-            parts[is_sharded(gradient)].append(local(gradient))
-        squares = {s: nn.utils.get_total_norm(parts[s]).square() for s in parts}
-        dist.all_reduce(squares[True])
-        norm = (squares[True] + squares[False]).sqrt()
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in parts[True] + parts[False]:
-            gradient.mul_(factor)
+        if self._by_hand:
+            self._average_by_hand()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        whole = [real(g) for g in gradients if not is_sharded(g)]
+        shards = [local(g) for g in gradients if is_sharded(g)]
+        squares = squared_norm(whole)
+        if shards:
+            of_shards = squared_norm(shards)
+            dist.all_reduce(of_shards)
+            squares += of_shards
+        norm = squares.sqrt()
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0).float()
+        torch._foreach_mul_(whole + shards, factor)
         return norm
 
     def _average_by_hand(self) -> None:
@@ -507,6 +508,11 @@ def leave(code: int, ranks: Ranks) -> int:
 def local(tensor: Tensor) -> Tensor:
     """What this process has of a tensor: its shard, or all of it."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def squared_norm(tensors: list[Tensor]) -> Tensor:
+    """Sum of the squares of all numbers, in float64."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
 
 
 def is_sharded(tensor: Tensor) -> bool:
