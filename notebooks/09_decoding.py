@@ -52,8 +52,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # %%
+import json
 import time
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
@@ -67,7 +69,7 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
 plt.rcParams.update(
     {
-        "figure.dpi": 58,
+        "figure.dpi": 55,
         "figure.figsize": (7.8, 2.9),
         "figure.constrained_layout.use": True,
         "axes.titlesize": 11,
@@ -1239,7 +1241,37 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The second half of this notebook is about bits.
+# ## Latency on a GPU
+# *Measured* on an H200 with the default model in bfloat16, in a CUDA graph
+# (`docs/benchmarks/h200-decode.json`). The distance to the floor is the time between
+# kernels: there are some 140 of them in a step, and few take longer than five
+# microseconds. The second curve is the mode that the rest of this notebook makes.
+
+# %%
+folders = (path / "docs/benchmarks" for path in (Path.cwd(), *Path.cwd().parents))
+folder = next(path for path in folders if (path / "h200-decode.json").exists())
+rows = json.loads((folder / "h200-decode.json").read_text())["decode"]
+of = {mode: [row for row in rows if row["mode"] == mode]
+      for mode in ("recurrent", "exact")}  # fmt: skip
+side = [row["batch"] for row in of["recurrent"]]
+took = {mode: [row["step_ms"]["median"] for row in of[mode]] for mode in of}
+assert took["recurrent"][0] < 1 / 1.6 and took["recurrent"][-1] < 64 / 40
+assert all(e < 2.5 * r for r, e in zip(*took.values(), strict=True))
+
+fig, axis = plt.subplots()
+axis.plot(side, took["exact"], "o-", color=BLUE, label="exact")
+axis.plot(side, took["recurrent"], "o-", color=ORANGE, label="recurrent")
+axis.plot(side, [row["floor_ms"] for row in of["recurrent"]], "--", color=BLACK,
+          label="floor of recurrent")  # fmt: skip
+axis.set(xscale="log", xlabel="sequences side by side", ylabel="a step (ms)", ylim=0)
+axis.set_xticks(side, [str(n) for n in side])
+axis.minorticks_off()
+axis.set_title("64 sequences take three times as long as one")
+axis.legend(frameon=False, loc="upper left")
+plt.show()
+
+# %% [markdown]
+# The rest of this notebook is about bits.
 
 # %%
 import torch.nn.functional as F
@@ -1315,8 +1347,8 @@ assert (big + one) + one == big and big + (one + one) == big + 2
 # ### One product
 # A number of $x W^\top$ is a sum over $k$. What decides its bits is the order of that
 # sum, nothing else: not which rows lie in the same tile, nor how wide the tile is. So
-# the kernel takes $k$ in steps from the first to the last, whatever the shape, and
-# never splits $k$ over programs, the usual trick where there are few rows. Then a tile
+# `_products` of above takes $k$ in steps from the first to the last, whatever the shape,
+# and never splits it over programs, the usual trick where there are few rows. Then a tile
 # of 16 rows for decoding and one of 128 for training agree, provided the matrix unit
 # itself adds alike in both. On an H200 it does; `tiles_agree` looks on every other
 # device, and where it does not, decoding takes the large tile.
@@ -1400,9 +1432,10 @@ def linear(
 
 # %% [markdown]
 # ### Sums over a row
-# RMSNorm and the softmax add up a row. One program takes one row, in blocks that do not
-# depend on how many rows there are. SwiGLU adds nothing up, but its exponential must be
-# the same one everywhere; the device function is shared with decoding.
+# RMSNorm and the softmax add up a row. One program takes one row, in blocks that depend
+# neither on how many rows there are nor on where a row starts. The norm is the kernel
+# of above. SwiGLU adds nothing up, but its exponential must be the same one everywhere:
+# the kernels of training and decoding call one device function.
 
 # %% tags=["export:batch_invariant"]
 if HAS_TRITON:
@@ -2036,6 +2069,7 @@ if HAS_TRITON:
 # After the row was read, the state moves to the new boundary. In the bf16 mode training
 # puts what a chunk adds into memory as bfloat16 before it is added; so does this. The
 # state itself stays float32. All layers go in one launch: a layer counts as more slots.
+# `_passed_on` of notebook 06 moves the state, with its multiply-adds written out.
 
 # %% tags=["export"]
 if HAS_TRITON:
@@ -2865,7 +2899,11 @@ except TypeError as error:
 #   by shape undoes the rest; count rows, not errors.
 # - A cumulative sum in float32 has the bits of its tile and of its number of warps.
 # - A complex product has two legal ways to fuse multiply and add. Two kernels that call
-#   the same function got the same one here; the check on the device would say if not.
+#   the same function got different ones, and every boundary state another last bit;
+#   `tl.fma` says which.
+# - Where a number came from can show in its sum: `_whole` above.
+# - A sum behind a product may become the product's beginning: $u + x W^\top$ is not
+#   $x W^\top$ plus $u$ when the compiler starts the sum over $k$ with $u$.
 # - A weight that changes while a sequence is open breaks the promise for it: the state
 #   is of the old model.
 # - float32 layers on a CPU are not invariant at one or two rows, nor are softplus and

@@ -508,8 +508,11 @@ def benchmark_markdown(report: dict, name: str) -> str:
     """
     if report.get("kind") == "scaling":
         return scaling_markdown(report, name)
+    if "decode" in report and not report["decode"]:
+        origin = _origin(report, name, report["device"]["name"])
+        return "\n\n".join([origin, *_decode_tables(report)])
     blocks = [_provenance(report, name)]
-    if report.get("decode"):
+    if "decode" in report:
         return "\n\n".join([*blocks, *_decode_tables(report)])
     heads = ["version", "forward, ms", "with backward, ms", "peak, MB", "largest error"]
     for part, title in PARTS.items():
@@ -584,13 +587,38 @@ def _decode_tables(report: dict) -> list[str]:
         cells += [_two_lines(_short(step["median"]), spread)]
         cells += [f"{row['tokens_per_s']:,.0f}", _short(row["round_ms"]["median"])]
         rows.append(cells)
-    blocks = ["**A step of decoding**", _table(heads, rows)]
+    blocks = ["**A step of decoding**", _table(heads, rows)] if rows else []
     for row in report["decode_memory"]:
         text = f"A sequence in mode `{row['mode']}` takes {row['slot_bytes']:,} bytes."
         for length, held in row["held_bytes"].items():
             text += f" After {int(length):,} tokens the device holds {held:,} bytes."
         blocks.append(text)
+    if bits := report.get("decode_bits"):
+        blocks += ["**Against one full forward, bit by bit**", _bits_table(bits)]
     return blocks
+
+
+def _bits_table(rows: list[dict]) -> str:
+    """Rows of logits that differ, by precision of the scan and seed."""
+    heads = ["scan", "seed", "rate of decay", "`exact`, batch", "`exact`, alone"]
+    heads += ["`recurrent`", "row kernels launched"]
+    lines = []
+    for row in rows:
+        exact, alone, recurrent = row["exact"], row["alone"], row["recurrent"]
+        apart = f"log p by up to {recurrent['largest_log_prob']:.2g}"
+        share = f"{recurrent['differ']} of {row['rows']} differ"
+        lines.append(
+            [
+                row["precision"],
+                f"{row['seed']}",
+                f"x {row['decay']:g}",
+                f"{exact['differ']} of {row['rows']} differ",
+                f"{alone['differ']} of {alone['rows']} differ",
+                _two_lines(share, apart),
+                f"{sum(row['launches'].values()):,}",
+            ]
+        )
+    return _table(heads, lines)
 
 
 def _row_cells(row: dict) -> list[str]:
