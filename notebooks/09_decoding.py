@@ -1347,9 +1347,9 @@ assert (big + one) + one == big and big + (one + one) == big + 2
 # ### One product
 # A number of $x W^\top$ is a sum over $k$. What decides its bits is the order of that
 # sum, nothing else: not which rows lie in the same tile, nor how wide the tile is. So
-# `_products` of above takes $k$ in steps from the first to the last, whatever the shape,
-# and never splits it over programs, the usual trick where there are few rows. Then a tile
-# of 16 rows for decoding and one of 128 for training agree, provided the matrix unit
+# `_products` of above takes $k$ in steps from the first to the last, whatever the
+# shape, and never splits it over programs, the usual trick where there are few rows.
+# Then a tile of 16 rows for decoding and one of 128 for training agree, provided the matrix unit
 # itself adds alike in both. On an H200 it does; `tiles_agree` looks on every other
 # device, and where it does not, decoding takes the large tile.
 #

@@ -69,7 +69,7 @@ def report_faults(report: dict) -> list[str]:
         faults.append(f"command is {command!r}, which starts no benchmark")
     faults += [f"command names a place of one machine: {w}" for w in command.split()
                if w.startswith(("/", "~"))]  # fmt: skip
-    if report.get("decode"):
+    if "decode" in report:
         return faults + decode_faults(report)
     if not report.get("rows") and (kind or not report.get("model")):
         return [*faults, "no rows"]
@@ -136,6 +136,9 @@ def decode_faults(report: dict) -> list[str]:
         for path, value in numbers(report.get(section), section)
         if not (math.isfinite(value) and value > 0)
     ]
+    sections = ("decode", "decode_memory", "decode_bits")
+    if not any(report.get(section) for section in sections):
+        faults.append("no rows")
     for index, row in enumerate(report["decode"]):
         where = f"decode[{index}]"
         for name in ("step_ms", "round_ms"):
@@ -274,6 +277,19 @@ def test_what_the_benchmark_writes_is_whole_and_makes_tables(
     assert page.count("\n| `pytorch`,&nbsp;ieee |") == len({*parts} - {"block_bf16"})
     assert page.count("\n| `pytorch`,&nbsp;eager |") == 1
     assert ("errors at" in page) == bool(parts)
+
+
+def test_bits_that_differ_are_a_fault():
+    report = json.loads((FOLDER / "h200-decode-bits.json").read_text("utf-8"))
+    assert {row["precision"] for row in report["decode_bits"]} == {"bf16", "tf32"}
+    page = site.benchmark_markdown(report, "x.json")
+    assert page.count("0 of 560 differ") == page.count("560 of 560 differ") == 6
+    report["decode_bits"][1]["exact"]["differ"] = 1
+    report["decode_bits"][2]["launches"]["training kernels"] = 28
+    assert [fault[:14] for fault in report_faults(report)] == [
+        "decode_bits[1]", "decode_bits[2]"
+    ]  # fmt: skip
+    assert report_faults(report | {"decode_bits": []}) == ["no rows"]
 
 
 def time(median: float) -> dict:
