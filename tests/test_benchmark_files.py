@@ -283,7 +283,8 @@ def test_bits_that_differ_are_a_fault():
     report = json.loads((FOLDER / "h200-decode-bits.json").read_text("utf-8"))
     assert {row["precision"] for row in report["decode_bits"]} == {"bf16", "tf32"}
     page = site.benchmark_markdown(report, "x.json")
-    assert page.count("0 of 560 differ") == page.count("560 of 560 differ") == 6
+    for cell in ("| 0 of 560 differ |", "| 0 of 210 differ |", "| 560 of 560 differ"):
+        assert page.count(cell) == 6
     report["decode_bits"][1]["exact"]["differ"] = 1
     report["decode_bits"][2]["launches"]["training kernels"] = 28
     assert [fault[:14] for fault in report_faults(report)] == [
