@@ -1350,8 +1350,8 @@ assert (big + one) + one == big and big + (one + one) == big + 2
 # `_products` of above takes $k$ in steps from the first to the last, whatever the
 # shape, and never splits it over programs, the usual trick where there are few rows.
 # Then a tile of 16 rows for decoding and one of 128 for training agree, provided the
-# matrix unit itself adds alike in both. On an H200 it does; `tiles_agree` looks on every
-# other device, and where it does not, decoding takes the large tile.
+# matrix unit itself adds alike in both. On an H200 it does; `tiles_agree` looks on
+# every other device, and where it does not, decoding takes the large tile.
 #
 # float32 operands are multiplied as they are (`"ieee"`), whatever PyTorch has been told
 # about TF32.
