@@ -236,9 +236,17 @@ def generate(
         for number, sample, pieces in found:
             if len(wanted) * num_samples > 1:
                 typer.echo(f"===== prompt {number}, sample {sample} =====")
-            for piece in pieces if streaming else ["".join(pieces)]:
-                typer.echo(piece, nl=False)
-            typer.echo()
+            kept: list[str] = []
+            try:
+                for piece in pieces:
+                    if streaming:
+                        typer.echo(piece, nl=False)
+                    else:
+                        kept.append(piece)
+            except KeyboardInterrupt:
+                typer.echo("".join(kept))  # what there is of it
+                raise
+            typer.echo("".join(kept))
 
 
 @app.command(

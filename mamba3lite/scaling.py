@@ -31,6 +31,8 @@ import torch
 import typer
 
 from mamba3lite.bench import FORMAT, this_machine, versions
+from mamba3lite.data import DataError
+from mamba3lite.data.corpora import is_named, source_parts
 from mamba3lite.data.prepare import prepare
 from mamba3lite.training.config import ConfigError, load_config
 from mamba3lite.training.metrics import read_metrics
@@ -695,7 +697,10 @@ def main(
         wanted = tuple(sorted({int(word) for word in words} | {1}))
         for name in (config, small):
             load_config(name)
-    except (ValueError, ConfigError) as error:
+        for part in source_parts(source):
+            if not is_named(part) and not Path(part).exists():
+                raise DataError(f"source: {part} is neither there nor a known name")
+    except (ValueError, ConfigError) as error:  # a DataError is the former
         raise typer.BadParameter(str(error)) from None
     if json_file and json_file.exists():
         raise typer.BadParameter(f"{json_file} exists; name a new file for --json")

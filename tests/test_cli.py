@@ -356,6 +356,23 @@ def test_generate_streams_token_by_token(finished, monkeypatch):
     assert printed == ["", "a", "b", "", ""] and taken == [1, 2]
 
 
+def test_ctrl_c_leaves_what_there_is_of_a_text(finished, monkeypatch):
+    _, run, _ = finished
+
+    def cut_short(*_, **__):
+        def pieces():
+            yield from ("def ", "f")
+            raise KeyboardInterrupt
+
+        yield 1, 1, pieces()
+
+    monkeypatch.setattr("mamba3lite.generate.texts", cut_short)
+    for extra in ([], ["--stream"]):
+        result = invoke("generate", "--checkpoint", run, *extra)
+        assert result.exit_code != 0
+        assert result.stdout.startswith("def f"), extra
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -154,6 +154,7 @@ def test_a_part_that_breaks_takes_no_other_with_it(tmp_path, monkeypatch):
     [
         (["--gpus", "1,two"], "two"),
         (["--config", "gone.yaml"], "gone.yaml"),
+        (["--source", "stdlib+gone"], "gone is neither there nor a known name"),
         (["--json", "there.json"], "there.json exists"),
     ],
 )

@@ -208,7 +208,7 @@ def _draw_runs(runs: dict[str, list[dict]]) -> Figure:
 def _draw_panel(axis, key: str, label: str, runs: dict[str, list[dict]]) -> None:
     for number, (name, rows) in enumerate(runs.items()):
         color = COLORS[number % len(COLORS)]
-        # The whole validation split is another measure than the subset of the curve.
+        # The whole validation split is another measure than the windows of the curve.
         whole = [r for r in rows if r.get("val_windows") == "all"]
         points = [
             (r["step"], r[key])
@@ -236,7 +236,7 @@ def _draw_whole_split(axis, rows: list[dict], color: str) -> None:
             continue
         axis.plot(row["step"], row["val_bpb"], "*", color=color, markersize=10)
         axis.axhline(row["zlib_bpb"], color=color, linestyle="--", linewidth=1)
-        axis.set_title("line: a subset; star: the whole split; dashes: zlib -9")
+        axis.set_title("line: eval_windows; star: the whole split; dashes: zlib -9")
 
 
 # --------------------------------------------------------------------------------------
