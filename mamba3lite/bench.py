@@ -1046,7 +1046,8 @@ def main(
         report = run_decode_bench(
             model, overrides or [], device, parts=parts or DECODE_PARTS, **options
         )
-        console.print(decode_table(report["decode"]))
+        if report["decode"]:
+            console.print(decode_table(report["decode"]))
     else:
         shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)
         # The oracle is a loop over time in double precision: a smaller batch for it.

@@ -35,7 +35,8 @@ from mamba3lite.training.config import load_config
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 # Tokens after which the memory of a sequence is read, the same to the byte.
 LENGTHS = (1_000, 100_000)
-STEPPED = 192  # of them, at least, are decoded; those before are read
+# Of a text at least so many tokens are decoded; those before them are prefilled.
+STEPPED = 192
 READ_AT_ONCE = 8192
 # Weights and texts of so many seeds are decoded and compared with a full forward; for
 # the last of them states decay a hundred times more slowly.
@@ -92,11 +93,10 @@ def run_decode_bench(
             held = report["decode_memory"][-1]["slot_bytes"]
             say(f"{mode}: {held:,} bytes a sequence")
             save(report)
-    for precision in ("bf16", "tf32") if device.type == "cuda" else ("tf32",):
-        for seed in SEEDS if "bits" in parts else ():
-            changes = {"batch_invariant": True, "ssd_precision": precision}
-            report["decode_bits"].append(bits_row(fields | changes, seed, device))
-            say(bits_line(report["decode_bits"][-1]))
+    if "bits" in parts:
+        for row in bits_rows(fields, device):
+            report["decode_bits"].append(row)
+            say(bits_line(row))
             save(report)
     return report
 
@@ -118,6 +118,10 @@ class Steps:
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.chances = Chances(batch, device) if choose else None
 
+    def replay(self) -> Callable[[], Any]:
+        """A graph of a step, where the device and the cache can have one."""
+        return captured(self) if self.tokens.is_cuda and self.cache.captures else self
+
     @torch.inference_mode()
     def __call__(self) -> Tensor:
         with self.products():
@@ -133,17 +137,13 @@ class Steps:
 def step_rows(
     model: nn.Module, mode: str, batches: Sequence[int], copy_tb_s: float
 ) -> Iterator[dict]:
-    """Time of a step for each number of sequences; on a GPU the replay of a graph."""
+    """Time of a step for each number of sequences; of a replay, where a graph is."""
     device = model.lm_head.weight.device
     for batch in batches:
         row: dict[str, Any] = {"mode": mode, "batch": batch}
         for name, choose in (("step_ms", False), ("round_ms", True)):
             steps = Steps(model, mode, batch, choose)
-            replay = (
-                captured(steps)
-                if device.type == "cuda" and steps.cache.captures
-                else steps
-            )
+            replay = steps.replay()
             row[name] = measure(replay, device)
             row[name]["mean"] = mean_ms(replay, device)
         moved = weight_bytes(model, steps.cache.dtype)
@@ -195,7 +195,7 @@ def memory_row(model: nn.Module, mode: str, lengths: Sequence[int]) -> dict:
     steps = Steps(model, mode, 1, choose=False)
     row = {"mode": mode, "slot_bytes": steps.cache.nbytes_per_slot, "held_bytes": {}}
     if steps.tokens.is_cuda:
-        replay = captured(steps)
+        replay = steps.replay()
         for length in lengths:
             steps.cache.reset(steps.slots)
             for _ in range(length - read(steps, length - STEPPED)):
@@ -217,6 +217,14 @@ def read(steps: Steps, count: int) -> int:
         with steps.products():
             steps.prefill(steps.model, tokens, lengths, steps.cache, steps.slots)
     return count
+
+
+def bits_rows(fields: dict, device: torch.device) -> Iterator[dict]:
+    """`bits_row` for each seed, on a GPU in each precision that training uses."""
+    for precision in ("bf16", "tf32") if device.type == "cuda" else ("tf32",):
+        changes = {"batch_invariant": True, "ssd_precision": precision}
+        for seed in SEEDS:
+            yield bits_row(fields | changes, seed, device)
 
 
 @torch.no_grad()
@@ -277,7 +285,12 @@ def compared(
     prompts: list[int],
     full: Tensor,
 ) -> dict[str, Any]:
-    """Rows of logits that differ from those of a full forward in some bit."""
+    """Rows of logits that differ from those of a full forward in some bit.
+
+    Args: tokens: (E, T + 1). prompts: how many of each row are one. full: (E, T, V),
+    logits of one forward.
+    Returns: `differ`, rows; `largest_log_prob`, in nats.
+    """
     cache_of, prefill, step = MODES[mode]
     count, device = len(prompts), tokens.device
     slots = torch.arange(count, 0, -1, device=device, dtype=torch.int32)

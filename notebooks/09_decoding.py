@@ -41,7 +41,8 @@
 # %% [markdown]
 # ## The tools
 # The kernels of this notebook are compiled on a GPU and interpreted elsewhere, which
-# is decided before triton is imported. The models stay on the processor up to there.
+# is decided before triton is imported. The models stay on the processor up to "The same
+# numbers, and other bits".
 
 # %%
 import os
@@ -65,8 +66,8 @@ from mamba3lite.models.transformer import Mamba3Transformer
 
 torch.set_num_threads(1)  # the tensors here are small: a second thread costs time
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
+BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"
+BLUE, RED = "#0072B2", "#D55E00"
 plt.rcParams.update(
     {
         "figure.dpi": 55,
@@ -248,7 +249,10 @@ class RecurrentCache:
         self.nbytes_per_slot = self.states[:, 0].numel() * self.states.itemsize
         self._weights = None
         if on_gpu and _has_step_kernels(cfg):
+            from mamba3lite.models.batch_invariant import tiles_agree
+
             self._weights = _StepWeights.of(model, dtype)
+            tiles_agree(weight.device)  # looks once: a captured step could not
 
     def reset(self, slots: Int[Tensor, "E"]) -> None:
         """Make these slots the empty sequence; those below 0 are passed over."""
@@ -559,14 +563,14 @@ plt.show()
 # A step multiplies one vector per sequence with every matrix of the model. On a GPU it
 # is not arithmetic that takes time. Each weight is read once, 2 bytes in bfloat16, and
 # used for two operations a sequence; each state is read and written once. *Derived*
-# for the default model on an H200 (4.1 TB/s, the copy rate that
+# for the default model on an H200 (4.26 TB/s, the copy rate that
 # `docs/benchmarks/h200-per-chunk.json` has measured):
 
 # %%
-weights, rate = 2 * 433_662_400, 4.1e12
+weights, rate = 2 * 433_662_400, 4.26e12
 batch = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128])
 floor = (weights + 2 * batch * state_bytes) / rate * 1e3  # ms
-assert 0.21 < floor[0] < 0.23 and 0.64 < floor[6] < 0.68
+assert 0.20 < floor[0] < 0.22 and 0.64 < floor[6] < 0.68
 assert 2 * 30 * state_bytes > weights > 2 * 29 * state_bytes, "from 30 on, states win"
 
 # %%
@@ -644,11 +648,13 @@ def _has_step_kernels(cfg) -> bool:
 
 # %% [markdown]
 # ## A launch that does not wait
-# Most of what a kernel reads are weights, which nobody writes. It could have asked for
-# them while the kernel before was still at work. Hopper has a way to say so,
-# *programmatic dependent launch*: the later kernel starts early, asks for what depends
-# on nobody, and then waits in the middle of its code for the earlier one to end. Once
-# every program of it has got there, the next kernel may start in turn.
+# Most of what a kernel reads are weights, which nobody writes: it could ask for them
+# while the kernel before is still at work. Hopper has a way to say so, *programmatic
+# dependent launch*. The later kernel starts early, asks for what depends on nobody, and
+# waits in the middle of its code for the earlier one to end. Once all its programs are
+# past that line, the next kernel may start. So what a kernel reads before the line must
+# have been written at least two kernels before. (Both halves of the notebook use these
+# cells; they go to `batch_invariant.py`.)
 
 # %% tags=["export:batch_invariant"]
 from functools import cache
@@ -729,7 +735,11 @@ if HAS_TRITON:
         WHOLE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
         ADD: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """out[e] = W x[e] for BLOCK_M rows of W, all of which are in registers."""
+        """out[e] = W x[e]; NORM: W x[e] / rms(x[e]); ADD: added to out.
+
+        SWIGLU: silu(gate) up, with both halves in W. Grid (M / BLOCK_M): a program
+        holds its rows of W in registers before it waits.
+        """
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
         at = m.to(tl.int64)[:, None] * K + k[None, :]
@@ -1095,7 +1105,7 @@ _VECTORS_UP_TO = 2  # sequences; more go through `_launch_linear`
 _STATE_CHANNELS, _STATE_WARPS = 16, 4  # of a program of `_state_kernel`
 
 
-class _Products:
+class _StepProducts:
     """Products of a step, and the stream u (E, d_model), float32, that they change."""
 
     def __init__(self, u: Tensor, weights: _StepWeights, eps: float) -> None:
@@ -1136,7 +1146,7 @@ def _step_by_kernels(model, tokens, cache, slots):
     cfg, weights, E = model.cfg, cache._weights, len(tokens)
     H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
     u = F.embedding(tokens, model.embed.weight).float()
-    products = _Products(u, weights, cfg.rms_norm_eps)
+    products = _StepProducts(u, weights, cfg.rms_norm_eps)
     proj = u.new_empty(E, H * (D + 4 * N + 1), dtype=cache.dtype)
     y = u.new_empty(E, H * D, dtype=cache.dtype)
     inner = u.new_empty(E, cfg.ffn_dim, dtype=cache.dtype)
@@ -1243,9 +1253,10 @@ plt.show()
 # %% [markdown]
 # ## Latency on a GPU
 # *Measured* on an H200 with the default model in bfloat16, in a CUDA graph
-# (`docs/benchmarks/h200-decode.json`). The distance to the floor is the time between
-# kernels: there are some 140 of them in a step, and few take longer than five
-# microseconds. The second curve is the mode that the rest of this notebook makes.
+# (`docs/benchmarks/h200-decode.json`). Much of the distance to the floor is the start
+# and the end of kernels *[INFERENCE]*: a step has 142 launches for one or two
+# sequences, and 199 for more, where norms are kernels of their own. The curve *exact*
+# is the mode that the rest of this notebook makes.
 
 # %%
 folders = (path / "docs/benchmarks" for path in (Path.cwd(), *Path.cwd().parents))
@@ -1266,17 +1277,12 @@ axis.plot(side, [row["floor_ms"] for row in of["recurrent"]], "--", color=BLACK,
 axis.set(xscale="log", xlabel="sequences side by side", ylabel="a step (ms)", ylim=0)
 axis.set_xticks(side, [str(n) for n in side])
 axis.minorticks_off()
-axis.set_title("64 sequences take three times as long as one")
+axis.set_title("64 sequences take two to three times as long as one")
 axis.legend(frameon=False, loc="upper left")
 plt.show()
 
 # %% [markdown]
 # The rest of this notebook is about bits.
-
-# %%
-import torch.nn.functional as F
-
-import mamba3lite.models.decode  # before operators are registered here again
 
 # %% [markdown]
 # ## The same numbers, and other bits
@@ -1341,7 +1347,7 @@ assert (big + one) + one == big and big + (one + one) == big + 2
 #
 # ## Rows that do not see their neighbors
 # On a GPU the tools are kernels of our own. On a CPU the matrix library is not ours;
-# the last section shows what to do there.
+# "On a CPU", further below, shows what to do there.
 
 # %% [markdown]
 # ### One product
@@ -1350,8 +1356,8 @@ assert (big + one) + one == big and big + (one + one) == big + 2
 # `_products` of above takes $k$ in steps from the first to the last, whatever the
 # shape, and never splits it over programs, the usual trick where there are few rows.
 # Then a tile of 16 rows for decoding and one of 128 for training agree, provided the
-# matrix unit itself adds alike in both. On an H200 it does; `tiles_agree` looks on
-# every other device, and where it does not, decoding takes the large tile.
+# matrix unit itself adds alike in both. On an H200 it does; `tiles_agree` looks on each
+# device, and where it does not, decoding takes the large tile.
 #
 # float32 operands are multiplied as they are (`"ieee"`), whatever PyTorch has been told
 # about TF32.
@@ -1706,7 +1712,7 @@ plt.show()
 # ### What a slot keeps
 # `open` holds the columns of `in_proj` as they came, all but those of C, which only the
 # current token needs. In float32 that and the state are 36.8 MB for the default model,
-# 25.8 MB with a chunk in bfloat16, after a thousand tokens or a million.
+# 25.7 MB with a chunk in bfloat16, after a thousand tokens or a million.
 #
 # On a CPU, and wherever the kernels cannot run, the chunk is kept as tokens.
 
@@ -1990,9 +1996,9 @@ if HAS_TRITON:
 
 # %% [markdown]
 # ### Outputs of one row
-# Every line below has its twin in the output kernel of notebook 06, and calls the same
-# device function: `_keys` turns, `_from_state` reads the state, `_from_tokens` adds
-# what the chunk brings.
+# Every line below has its twin in the output kernel of notebook 06, in the same order:
+# `_keys` turns as its `_turned` does, `_from_state` reads the state, `_from_tokens`
+# adds what the chunk brings.
 
 # %% tags=["export"]
 if HAS_TRITON:
@@ -2323,8 +2329,8 @@ def _chunks_per_program(n: int) -> int:
 # %% [markdown]
 # ### Does this device keep the promise?
 # That a row in a tile of 16 has the bits of the same row in a tile of 64 is a fact
-# about a matrix unit, not a law. The first exact step on a device, and `mamba3lite
-# doctor`, decode two chunks and a half of random numbers and compare every row.
+# about a matrix unit, not a law. The first cache on a device, and `mamba3lite doctor`,
+# decode two chunks and a half of random numbers and compare every row.
 
 
 # %% tags=["export"]
@@ -2378,16 +2384,8 @@ def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> i
         chunk_scan_rows(cb, rows, gates, step_C, y, *entry, states, config, early)
         differ += int((y != wanted[here]).flatten(1).any(1).sum())
         if n == chunk:
-            chunk_state_passing_rows(
-                rows,
-                gates[-1:],
-                entry[2][-1:],
-                slots[:1] + 1,
-                slots[:1],
-                states,
-                config,
-                early,
-            )
+            ends = entry[2][-1:], slots[:1] + 1, slots[:1]
+            chunk_state_passing_rows(rows, gates[-1:], *ends, states, config, early)
     return differ + int((states != boundary).any())
 
 
@@ -2405,10 +2403,9 @@ assert differ == 0 if device.type == "cuda" else differ <= 4  # NumPy, interpret
 
 # %% [markdown]
 # ### A token enters
-# Three kernels with nothing but addresses in them that is new. The first finds the
-# place of each token. The second is a product that writes where the token belongs. The
-# third computes gate and up in one tile, columns in turns, so that SwiGLU needs no
-# launch.
+# Two kernels, new in their addresses alone. The first finds the place of each token.
+# The second is a product that writes where the token belongs. Gate and up come from the
+# kernel of "A matrix times some vectors".
 
 # %% tags=["export"]
 if HAS_TRITON:
@@ -2473,7 +2470,9 @@ if HAS_TRITON:
 
 # %% [markdown]
 # ### One step
-# Nine launches a layer. In a CUDA graph they cost little more than their work.
+# Nine launches a layer, in a CUDA graph, each of which starts before the one ahead has
+# ended. For one sequence a step still takes 4.6 times its floor (*measured*,
+# `docs/benchmarks/h200-decode.json`).
 
 
 # %% tags=["export"]
@@ -2593,8 +2592,8 @@ def exact_step(
     """Logits of the next position of each slot, after one more token in it.
 
     Bit for bit those of a full forward of the batch-invariant model on the slot's whole
-    sequence, whoever else is in the batch. On a GPU it can be captured in a CUDA graph,
-    after one step outside.
+    sequence, whoever else is in the batch. Where `cache.captures`, a CUDA graph can
+    hold it, after one step outside.
 
     Args:
         tokens: one id an entry.

@@ -150,6 +150,38 @@ def test_decoding_is_measured_for_every_mode(tmp_path, monkeypatch):
     assert shown == [(mode, str(batch)) for mode, batch in found]
 
 
+def test_a_part_of_decoding_is_measured_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_decode, "SEEDS", (0,))
+    model = write_config(tmp_path / "model.yaml", tmp_path / "no-data", tmp_path)
+    for part, section in (("memory", "decode_memory"), ("bits", "decode_bits")):
+        file = tmp_path / f"{part}.json"
+        result = run_command(
+            *("--decode", "--part", part, "--model", model, "--json", file)
+        )
+        assert result.exit_code == 0 and "tokens/s" not in result.stdout
+        report = json.loads(file.read_text())
+        sections = ("decode", "decode_memory", "decode_bits")
+        assert [name for name in sections if report[name]] == [section]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_text_that_is_read_is_the_text_that_is_decoded(mode, monkeypatch):
+    monkeypatch.setattr(bench_decode, "READ_AT_ONCE", 32)
+    found = []
+    for first in (0, 75):
+        torch.manual_seed(0)
+        model = tiny_model(batch_invariant=True)
+        steps = bench_decode.Steps(model, mode, 1, choose=False)
+        count = bench_decode.read(steps, first)
+        assert count == first - first % model.cfg.chunk_size
+        steps.tokens.zero_()
+        with torch.inference_mode():
+            for _ in range(80 - count):
+                logits = steps.step(model, steps.tokens, steps.cache, steps.slots)
+        found.append(logits)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 def test_the_floor_of_a_step_reads_weights_once_and_states_twice():
     model = tiny_model()
     (row,) = bench_decode.step_rows(model, "recurrent", [3], copy_tb_s=2.0)

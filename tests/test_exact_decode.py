@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import COMPILED, DEVICE, needs_triton, small_model
 
+from mamba3lite.bench_decode import memory_row, step_rows
+from mamba3lite.generate import Decoder
 from mamba3lite.models import batch_invariant as rows_module
 from mamba3lite.models import decode, ssd_fused
 from mamba3lite.models.batch_invariant import log_softmax, token_log_probs
@@ -496,6 +498,21 @@ def captured_steps(model, cache, tokens, ids):
 
 @pytest.mark.gpu
 class TestExactOnAGpu:
+    def test_without_row_kernels_a_text_is_the_same(self, monkeypatch):
+        """No graph holds those steps; the decoder and the benchmark do without."""
+        model = model_of("fused", ssd_precision="tf32")
+        prompts, options = [[1, 2, 3], [4]], {"eos_id": V - 1, "max_new_tokens": 20}
+        found = []
+        for patched in (False, True):
+            if patched:
+                monkeypatch.setattr(decode, "row_kernel_configs", lambda *_, **__: None)
+            decoder = Decoder(model, 2, "exact")
+            found.append(decoder.generate(prompts, seeds=[0, 1], **options))
+        assert found[0] == found[1] and found[0][0]
+        rows = [*step_rows(model, "exact", [2], copy_tb_s=1.0)]
+        assert rows[0]["tokens_per_s"] > 0
+        assert memory_row(model, "exact", [250])["held_bytes"]
+
     @pytest.mark.parametrize("precision", ["bf16", "tf32", "ieee"])
     @pytest.mark.parametrize("autocast", [True, False])
     @pytest.mark.parametrize("weak", [False, True])

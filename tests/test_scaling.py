@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +133,24 @@ def test_without_time_every_part_is_listed_as_not_run(tmp_path):
     assert reasons["1 GPU"] == "the time for all measurements was over"
     assert len(reasons) == len(saved) + 1, "saved after every part"
     assert report["rows"] == [] and report["same_loss"] == []
+
+
+def test_only_the_parts_that_were_asked_for_are_run(tmp_path, monkeypatch):
+    launched = []
+    monkeypatch.setattr(Bench, "launch", lambda self, gpus, *_: launched.append(gpus))
+    plan = plan_of("tiny", str(write_corpus(tmp_path / "text")))
+    for only, runs in ((("float32",), [1, 2]), (("resume", "word"), []), ((), [1, 2])):
+        launched.clear()
+        monkeypatch.setattr(scaling, "dead_rank", lambda bench: {"gpus": 2})
+        report = scaling.measure(
+            replace(plan, only=only), tmp_path, lambda line: None, lambda part: None
+        )
+        left = {r["part"] for r in report["not_run"] if r["reason"].startswith("left")}
+        assert sorted({*launched}) == runs, only
+        assert ("1 GPU" in left) == bool(only)
+        assert (report["dead_rank"] is None) == bool(only)
+    resumed = [r["reason"] for r in report["not_run"] if "resume" in r["part"]]
+    assert resumed == ["its first third belongs to the part float32, 2 GPUs"]
 
 
 def test_a_part_that_breaks_takes_no_other_with_it(tmp_path, monkeypatch):

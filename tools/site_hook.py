@@ -577,7 +577,7 @@ def _origin(report: dict, name: str, device: str) -> str:
 
 
 def _decode_tables(report: dict) -> list[str]:
-    """Time of a step by mode and number of sequences, and what a sequence takes."""
+    """Time of a step, what a sequence takes, and which bits differ, where measured."""
     heads = ["mode", "sequences", "ms a step", "tokens/s", "with sampling, ms"]
     rows = []
     for row in report["decode"]:

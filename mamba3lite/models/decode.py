@@ -87,7 +87,10 @@ class RecurrentCache:
         self.nbytes_per_slot = self.states[:, 0].numel() * self.states.itemsize
         self._weights = None
         if on_gpu and _has_step_kernels(cfg):
+            from mamba3lite.models.batch_invariant import tiles_agree
+
             self._weights = _StepWeights.of(model, dtype)
+            tiles_agree(weight.device)  # looks once: a captured step could not
 
     def reset(self, slots: Int[Tensor, "E"]) -> None:
         """Make these slots the empty sequence; those below 0 are passed over."""
@@ -269,7 +272,11 @@ if HAS_TRITON:
         WHOLE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
         ADD: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """out[e] = W x[e] for BLOCK_M rows of W, all of which are in registers."""
+        """out[e] = W x[e]; NORM: W x[e] / rms(x[e]); ADD: added to out.
+
+        SWIGLU: silu(gate) up, with both halves in W. Grid (M / BLOCK_M): a program
+        holds its rows of W in registers before it waits.
+        """
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
         at = m.to(tl.int64)[:, None] * K + k[None, :]
@@ -363,7 +370,7 @@ _VECTORS_UP_TO = 2  # sequences; more go through `_launch_linear`
 _STATE_CHANNELS, _STATE_WARPS = 16, 4  # of a program of `_state_kernel`
 
 
-class _Products:
+class _StepProducts:
     """Products of a step, and the stream u (E, d_model), float32, that they change."""
 
     def __init__(self, u: Tensor, weights: _StepWeights, eps: float) -> None:
@@ -404,7 +411,7 @@ def _step_by_kernels(model, tokens, cache, slots):
     cfg, weights, E = model.cfg, cache._weights, len(tokens)
     H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
     u = F.embedding(tokens, model.embed.weight).float()
-    products = _Products(u, weights, cfg.rms_norm_eps)
+    products = _StepProducts(u, weights, cfg.rms_norm_eps)
     proj = u.new_empty(E, H * (D + 4 * N + 1), dtype=cache.dtype)
     y = u.new_empty(E, H * D, dtype=cache.dtype)
     inner = u.new_empty(E, cfg.ffn_dim, dtype=cache.dtype)
@@ -1066,16 +1073,8 @@ def _rows_that_differ(device, head_dim, state_dim, chunk, precision, dtype) -> i
         chunk_scan_rows(cb, rows, gates, step_C, y, *entry, states, config, early)
         differ += int((y != wanted[here]).flatten(1).any(1).sum())
         if n == chunk:
-            chunk_state_passing_rows(
-                rows,
-                gates[-1:],
-                entry[2][-1:],
-                slots[:1] + 1,
-                slots[:1],
-                states,
-                config,
-                early,
-            )
+            ends = entry[2][-1:], slots[:1] + 1, slots[:1]
+            chunk_state_passing_rows(rows, gates[-1:], *ends, states, config, early)
     return differ + int((states != boundary).any())
 
 
@@ -1266,8 +1265,8 @@ def exact_step(
     """Logits of the next position of each slot, after one more token in it.
 
     Bit for bit those of a full forward of the batch-invariant model on the slot's whole
-    sequence, whoever else is in the batch. On a GPU it can be captured in a CUDA graph,
-    after one step outside.
+    sequence, whoever else is in the batch. Where `cache.captures`, a CUDA graph can
+    hold it, after one step outside.
 
     Args:
         tokens: one id an entry.

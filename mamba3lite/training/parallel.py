@@ -328,7 +328,7 @@ class Ranks:
         """Scale the gradient to a norm of at most ``limit``; returns the norm before.
 
         The norm is that of the whole gradient, whatever is sharded. It is summed in
-        float64: how the gradient is cut then does not show in what float32 keeps.
+        float64: how the gradient is cut then all but never shows in the float32 factor.
         """
         if self._by_hand:
             self._average_by_hand()
