@@ -231,8 +231,8 @@ class RecurrentCache:
     def __init__(
         self, model: nn.Module, slots: int, dtype: torch.dtype | None = None
     ) -> None:
-        if slots < 1:
-            raise ValueError(f"slots is {slots}; it must be at least 1")
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise ValueError(f"slots is {slots!r}; it must be at least 1")
         cfg, weight = model.cfg, model.lm_head.weight
         on_gpu = weight.is_cuda
         if dtype is None:
@@ -420,7 +420,9 @@ def recurrent_prefill(
 
     Source: notebook 09, "Prefill".
     """
-    _check_entries(tokens, 2, cache, slots)
+    _check_call(RecurrentCache, model, cache, tokens, slots, lengths)
+    if not tokens.is_cuda:
+        _check_lengths(lengths, slots, 0, tokens.shape[1])
     rows = _rows_of(slots, cache)
     counts = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     u = model.embed(tokens)
@@ -447,21 +449,52 @@ def _still_where(padding, proj, columns):
     return proj
 
 
-def _check_entries(tokens, ndim, cache, slots) -> None:
-    """Refuse what does not fit; values are looked at on a CPU alone."""
-    if tokens.ndim != ndim or slots.shape != tokens.shape[:1]:
+def _check_call(kind, model, cache, tokens, slots, lengths=None) -> None:
+    """Refuse what does not fit; values are looked at on a CPU alone.
+
+    Args: kind: class of the cache. lengths: of prompts, where tokens are (E, T).
+
+    Raises: TypeError, ValueError, naming the argument.
+    """
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache is {type(cache).__name__}; wanted {kind.__name__}")
+    cfg = model.cfg
+    sizes = (cfg.n_layers, cfg.n_heads, cfg.head_dim, cfg.state_dim)
+    held = (cache.states.shape[0], *cache.states.shape[2:5])
+    if held != sizes:
         raise ValueError(
-            f"tokens has shape {tuple(tokens.shape)} and slots {tuple(slots.shape)}; "
-            f"wanted {'(E, T)' if ndim == 2 else '(E,)'} and (E,)"
+            f"the cache has layers, heads, channels and states {held}; the model has "
+            f"{sizes}"
         )
-    if slots.device.type != "cpu":
+    each = {"tokens": tokens, "slots": slots}
+    each |= {} if lengths is None else {"lengths": lengths}
+    for name, z in each.items():
+        if z.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} is {z.dtype}; wanted integers")
+    shapes, entries = [tuple(z.shape) for z in each.values()], tuple(tokens.shape[:1])
+    if tokens.ndim != (1 if lengths is None else 2) or {*shapes[1:]} != {entries}:
+        got = ", ".join(map("{} {}".format, each, shapes))
+        wanted = "(E,)" if lengths is None else "(E, T)"
+        raise ValueError(f"got shapes {got}; wanted tokens {wanted}, the others (E,)")
+    if tokens.is_cuda or not tokens.numel():
         return  # reading them would wait for the device
     room = cache.states.shape[1]
-    if slots.numel() and slots.max() >= room:
+    if slots.max() >= room:
         raise ValueError(f"slots holds {slots.max()}; the cache has 0 to {room - 1}")
     used = slots[slots >= 0]
     if len(used.unique()) != len(used):
         raise ValueError("slots holds a slot twice; every sequence has its own")
+    for bad in (tokens.min(), tokens.max()):
+        if not 0 <= bad < cfg.vocab_size:
+            most = cfg.vocab_size - 1
+            raise ValueError(f"tokens holds {bad}; the model knows 0 to {most}")
+
+
+def _check_lengths(lengths, slots, least: int, most: int) -> None:
+    """Refuse lengths out of range, but for rows that are left out."""
+    bad = (slots >= 0) & ((lengths < least) | (lengths > most))
+    if bad.any():
+        raise ValueError(f"lengths holds {lengths[bad][0]}; wanted {least} to {most}")
 
 
 # %%
@@ -657,7 +690,7 @@ def _has_step_kernels(cfg) -> bool:
 # cells; they go to `batch_invariant.py`.)
 
 # %% tags=["export:batch_invariant"]
-from functools import cache
+import functools
 
 import torch
 from jaxtyping import Float, Int
@@ -943,7 +976,7 @@ def _checked_tile(rows: int, x: Tensor) -> tuple[int, ...]:
     return _tile(rows if agree else 2**31, x.element_size())
 
 
-@cache
+@functools.cache
 def tiles_agree(device: torch.device) -> bool:
     """Whether a row of a product has the same bits in every tile, on this device."""
     g = torch.Generator(device).manual_seed(0)
@@ -1194,7 +1227,7 @@ def recurrent_step(
 
     Source: notebook 09, "The step".
     """
-    _check_entries(tokens, 1, cache, slots)
+    _check_call(RecurrentCache, model, cache, tokens, slots)
     if cache._weights is None:
         return _step_in_pytorch(model, tokens, cache, slots)
     return _step_by_kernels(model, tokens, cache, slots)
@@ -1719,7 +1752,7 @@ plt.show()
 # %% tags=["export"]
 import warnings
 from collections import Counter
-from functools import cache
+import functools
 
 from mamba3lite.models import batch_invariant
 from mamba3lite.models.batch_invariant import (
@@ -1793,7 +1826,7 @@ class ExactCache:
         self.slots, self.layers, self.by_rows = slots, cfg.n_layers, model.by_rows()
         self.chunk = model.chunk()
         H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
-        self.dtype = _working_dtype(device) if self.by_rows else torch.float32
+        self.dtype = _working_dtype(device)
         self.states = torch.zeros(
             cfg.n_layers, slots, H, D, N, dtype=torch.complex64, device=device
         )
@@ -1851,8 +1884,8 @@ def _check_states(states: Tensor) -> None:
     """Refuse boundary states that are not float32."""
     if states.dtype not in (torch.float32, torch.complex64):
         raise TypeError(
-            f"boundary states are {states.dtype}; wanted complex64 or float32 pairs: a "
-            "rounded state changes every later chunk"
+            f"boundary states are {states.dtype}; wanted complex64 (or float32 pairs, "
+            "for row kernels): another precision changes every later chunk"
         )
 
 
@@ -1867,6 +1900,10 @@ assert round(layers * state / 1e6, 1) == 14.7, "what the recurrence keeps"
 
 # %% [markdown]
 # ### What a row shares with a chunk
+# From notebook 06: within a chunk $U_t$ is the sum of the log decays up to $t$ and
+# $V_t$ that of the phases, together the *gates*. $q$ and $k$ are $C$ and $B$ *turned*
+# back by $V$, so that scores are real products. $G$ is the state that enters the chunk.
+#
 # The products of notebook 06's `_output_kernel`, one by one, made of the same device
 # functions in the same order. The kernel itself keeps them in its body: taken out of
 # it they are the same instructions, but the compiler puts them into another order.
@@ -2334,7 +2371,7 @@ def _chunks_per_program(n: int) -> int:
 
 
 # %% tags=["export"]
-@cache
+@functools.cache
 def _bits_agree(
     device: torch.device, head_dim: int, state_dim: int, chunk: int, precision: str,
     dtype: torch.dtype,
@@ -2604,7 +2641,7 @@ def exact_step(
 
     Source: notebook 09, "One step".
     """
-    _check_step(tokens, cache, slots, model)
+    _check_exact(model, cache, tokens, slots)
     if not cache.by_rows:
         return _step_in_windows(model, tokens, cache, slots)
     step = _Step(model, tokens, cache, slots)
@@ -2624,7 +2661,7 @@ def exact_step(
     return _launch_linear(hidden, weight, logits, early=step.early)
 
 
-@cache
+@functools.cache
 def _warn_slow() -> None:
     """Once a process."""
     warnings.warn(
@@ -2635,24 +2672,23 @@ def _warn_slow() -> None:
     )
 
 
-def _check_step(tokens, cache, slots, model) -> None:
+def _check_exact(model, cache, tokens, slots, lengths=None) -> None:
     """Refuse what does not fit.
 
     Raises: TypeError, ValueError, naming the argument.
     """
+    _check_call(ExactCache, model, cache, tokens, slots, lengths)
     if slots.dtype != torch.int32:
         raise TypeError(f"slots is {slots.dtype}; wanted int32")
-    if slots.ndim != 1 or len(slots) != len(tokens):
-        raise ValueError(
-            f"slots has shape {tuple(slots.shape)}; wanted ({len(tokens)},), one for "
-            "each entry"
-        )
     _check_states(cache.states)
-    if cache.layers != model.cfg.n_layers:
+    made_for = (True, cache.chunk, cache.by_rows)
+    if (model.cfg.batch_invariant, model.chunk(), model.by_rows()) != made_for:
         raise ValueError(
-            f"the cache has {cache.layers} layers; the model has {model.cfg.n_layers}"
+            "the cache was made for a batch-invariant model with chunks of "
+            f"{cache.chunk} tokens that computes {'' if cache.by_rows else 'not '}by "
+            "row kernels; this model is another"
         )
-    dtype = _working_dtype(tokens.device) if cache.by_rows else cache.dtype
+    dtype = _working_dtype(tokens.device)
     if dtype != cache.dtype:
         raise ValueError(
             f"the cache was made for {cache.dtype} and autocast now gives {dtype}; "
@@ -2683,7 +2719,7 @@ def exact_prefill(
     that held another sequence is emptied first, by `cache.reset`.
 
     Args:
-        tokens: ids; what follows a prompt in its row does not matter.
+        tokens: prompts side by side, padded on the right with any valid id.
         lengths: tokens of each prompt, 1 to T.
         slots: int32, no slot twice; below 0 for a row to be left out.
 
@@ -2691,8 +2727,9 @@ def exact_prefill(
 
     Source: notebook 09, "The prompt".
     """
-    _check_step(tokens, cache, slots, model)
-    _check_prompts(tokens, lengths, cache, slots)
+    _check_exact(model, cache, tokens, slots, lengths)
+    _check_lengths(lengths, slots, 1, tokens.shape[1])
+    _check_closed(cache, slots)
     logits = model.embed.weight.new_zeros(
         len(tokens), model.cfg.vocab_size, dtype=torch.float32
     )
@@ -2704,16 +2741,9 @@ def exact_prefill(
     return logits
 
 
-def _check_prompts(tokens, lengths, cache, slots) -> None:
-    """Refuse lengths out of range and open chunks.
-
-    Raises: ValueError, naming the argument.
-    """
-    time, real = tokens.shape[1], slots >= 0
-    bad = real & ((lengths < 1) | (lengths > time))
-    if bad.any():
-        raise ValueError(f"lengths holds {lengths[bad][0]}; wanted 1 to {time}")
-    held = torch.where(real, cache.cursor[slots.clamp(min=0).long()], 0)
+def _check_closed(cache, slots) -> None:
+    """Refuse slots with an open chunk."""
+    held = torch.where(slots >= 0, cache.cursor[slots.clamp(min=0).long()], 0)
     if held.any():
         slot, rows = slots[held > 0][0], held[held > 0][0]
         raise ValueError(
@@ -2803,10 +2833,13 @@ def _replay(model, cache, slot: int) -> Float[Tensor, "V"]:
 # %% [markdown]
 # ## Every bit
 # Now the promise, on prompts that end everywhere in a chunk, and then on what could
-# break it: neighbors, slots, the way a prompt was cut.
+# break it: neighbors, slots, the way a prompt was cut. On a GPU this proves the row
+# kernels, on a CPU the windows; there `_rows_that_differ` of above has run the kernels
+# interpreted.
 
 # %%
-exact = tiny_model(batch_invariant=True)
+dispatch = "fused" if device.type == "cuda" else "pytorch"
+exact = tiny_model(batch_invariant=True, ssd_dispatch=dispatch)
 Q = exact.chunk()
 torch.manual_seed(3)
 texts = torch.randint(61, (4, 6 * Q), device=device)
@@ -2832,6 +2865,13 @@ for prompts in ([1, 7, Q - 1, Q], [Q + 1, 2 * Q, 3 * Q + 2, 5]):
 alone, _ = decode_texts([Q + 1], Q + 5, [2])
 together, _ = decode_texts([Q + 1, 2 * Q, 3 * Q + 2, 5], Q + 5, [7, 6, 5, 4])
 assert torch.equal(alone[0], together[0]), "the neighbors do not matter"
+cache, slot = ExactCache(exact, 1), torch.zeros(1, dtype=torch.int32, device=device)
+for piece in texts[:1].split(2 * Q, 1):
+    length = torch.tensor([piece.shape[1]], device=device)
+    last = exact_prefill(exact, piece, length, cache, slot)
+assert torch.equal(last[0], reference[0, -1]), "nor where a prompt was cut"
+if device.type == "cuda":
+    assert launches["bmm_rows"] and not launches["training kernels"]
 sampled = token_log_probs(alone[0, :-1], texts[0, Q + 1 : 2 * Q + 6])
 again = token_log_probs(reference[0, Q : 2 * Q + 5], texts[0, Q + 1 : 2 * Q + 6])
 assert torch.equal(sampled, again), "log-probabilities: the quotient is 1"
@@ -2846,7 +2886,7 @@ assert torch.equal(sampled, again), "log-probabilities: the quotient is 1"
 # %%
 def rows_after_rounding(slow):
     """For each later row: does it still have its bits?"""
-    model = tiny_model(batch_invariant=True)
+    model = tiny_model(batch_invariant=True, ssd_dispatch=dispatch)
     for layer in model.layers:
         layer.A *= 0.01 if slow else 1
     cache = ExactCache(model, 1)

@@ -202,11 +202,11 @@ def test_a_sequence_takes_the_same_memory_whatever_its_length():
         ),
         (
             lambda m, c: recurrent_step(m, torch.tensor([[1]]), c, int32(0)),
-            "tokens has shape (1, 1) and slots (1,); wanted (E,) and (E,)",
+            "got shapes tokens (1, 1), slots (1,); wanted tokens (E,), the others (E,)",
         ),
         (
             lambda m, c: recurrent_step(m, torch.tensor([1]), c, int32(0, 1)),
-            "tokens has shape (1,) and slots (2,); wanted (E,) and (E,)",
+            "got shapes tokens (1,), slots (2,); wanted tokens (E,), the others (E,)",
         ),
         (
             lambda m, c: recurrent_step(m, torch.tensor([1]), c, int32(2)),
@@ -216,6 +216,24 @@ def test_a_sequence_takes_the_same_memory_whatever_its_length():
             lambda m, c: recurrent_step(m, torch.tensor([1, 2]), c, int32(1, 1)),
             "slots holds a slot twice; every sequence has its own",
         ),
+        (
+            lambda m, c: recurrent_step(m, torch.tensor([1, 999]), c, int32(1, 0)),
+            "tokens holds 999; the model knows 0 to 256",
+        ),
+        (lambda m, c: read(m, c, [4]), "lengths holds 4; wanted 0 to 3"),
+        (lambda m, c: read(m, c, [-1]), "lengths holds -1; wanted 0 to 3"),
+        (
+            lambda m, c: read(m, c, [1, 1]),
+            "got shapes tokens (1, 3), slots (1,), lengths (2,); wanted tokens (E, T), "
+            "the others (E,)",
+        ),
+        (
+            lambda m, c: recurrent_step(
+                tiny_model(n_layers=1), torch.tensor([1]), c, int32(0)
+            ),
+            "the cache has layers, heads, channels and states (2, 2, 8, 4); the model "
+            "has (1, 2, 8, 4)",
+        ),
     ],
 )
 def test_what_is_refused(call, line):
@@ -223,6 +241,23 @@ def test_what_is_refused(call, line):
     with pytest.raises(ValueError) as error:
         call(model, RecurrentCache(model, 2))
     assert str(error.value) == line
+    assert "\n" not in line
+
+
+def read(model, cache, lengths):
+    tokens = torch.ones(1, 3, dtype=torch.int64)
+    return recurrent_prefill(model, tokens, torch.tensor(lengths), cache, int32(0))
+
+
+@pytest.mark.parametrize("bad", [torch.tensor([1.9]), torch.tensor([True])])
+def test_what_is_no_integer_is_refused(bad):
+    model = tiny_model()
+    cache = RecurrentCache(model, 2)
+    with pytest.raises(TypeError, match=r"tokens is torch.*; wanted integers"):
+        recurrent_step(model, bad, cache, int32(0))
+    with pytest.raises(TypeError, match="cache is object; wanted RecurrentCache"):
+        recurrent_step(model, torch.tensor([1]), object(), int32(0))
+    assert not cache.states.any(), "nothing has been touched"
 
 
 # --------------------------------------------------------------------------------------

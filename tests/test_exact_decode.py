@@ -432,16 +432,28 @@ def test_the_config_refuses_the_per_chunk_kernel():
 def test_what_does_not_fit_is_one_line():
     model, plain = model_of("pytorch"), small_model("pytorch")
     deeper = model_of("pytorch", n_layers=3)
+    longer = model_of("pytorch", chunk_size=32)
     cache, one = ExactCache(model, 2), text(1, 3)
     length = torch.tensor([3])
     cases = [
         (lambda: ExactCache(plain, 2), ValueError, "batch_invariant=False"),
         (lambda: ExactCache(model, 0), ValueError, "slots is 0"),
-        (lambda: exact_step(model, one[0], cache, i32(0)), ValueError, "slots has"),
+        (lambda: exact_step(model, one[0], cache, i32(0)), ValueError,
+         "got shapes tokens (3,), slots (1,)"),
+        (lambda: exact_step(model, one[0, :1], cache, i32(0).long()), TypeError,
+         "slots is torch.int64; wanted int32"),
+        (lambda: exact_step(model, one[0, :2], cache, i32(1, 1)), ValueError,
+         "slots holds a slot twice"),
+        (lambda: exact_step(model, one[0, :2], cache, i32(0, 5)), ValueError,
+         "slots holds 5; the cache has 0 to 1"),
+        (lambda: exact_prefill(model, one + 300, length, cache, i32(0)), ValueError,
+         "the model knows 0 to 36"),
+        (lambda: exact_step(longer, one[0, :1], cache, i32(0)), ValueError,
+         "chunks of 16 tokens"),
         (lambda: exact_step(model, one[0, :1], cache, torch.zeros(1)), TypeError,
          "slots is torch.float32"),
         (lambda: exact_step(deeper, one[0, :1], cache, i32(0)), ValueError,
-         "the cache has 2 layers"),
+         "the cache has layers, heads, channels and states (2, "),
         (lambda: exact_prefill(model, one, length + 1, cache, i32(0)), ValueError,
          "lengths holds 4; wanted 1 to 3"),
     ]  # fmt: skip
@@ -449,11 +461,15 @@ def test_what_does_not_fit_is_one_line():
         with pytest.raises(kind) as error:
             call()
         assert message in str(error.value) and "\n" not in str(error.value)
+    assert not cache.cursor.any() and not cache.states.any(), "nothing was touched"
 
 
-@needs_triton
-def test_a_cache_belongs_to_one_autocast():
-    model = model_of("fused")
+@pytest.mark.parametrize(
+    "dispatch", [pytest.param("pytorch", marks=windows),
+                 pytest.param("fused", marks=needs_triton)]
+)  # fmt: skip
+def test_a_cache_belongs_to_one_autocast(dispatch):
+    model = model_of(dispatch)
     cache = ExactCache(model, 1)
     refused = pytest.raises(ValueError, match="under the same autocast")
     with torch.autocast(DEVICE.type, torch.bfloat16), refused:

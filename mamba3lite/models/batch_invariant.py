@@ -19,7 +19,7 @@ __all__ = [
 
 
 # %% notebooks/09_decoding.py#a-launch-that-does-not-wait
-from functools import cache
+import functools
 
 import torch
 from jaxtyping import Float, Int
@@ -223,7 +223,7 @@ def _checked_tile(rows: int, x: Tensor) -> tuple[int, ...]:
     return _tile(rows if agree else 2**31, x.element_size())
 
 
-@cache
+@functools.cache
 def tiles_agree(device: torch.device) -> bool:
     """Whether a row of a product has the same bits in every tile, on this device."""
     g = torch.Generator(device).manual_seed(0)

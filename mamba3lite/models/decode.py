@@ -69,8 +69,8 @@ class RecurrentCache:
     def __init__(
         self, model: nn.Module, slots: int, dtype: torch.dtype | None = None
     ) -> None:
-        if slots < 1:
-            raise ValueError(f"slots is {slots}; it must be at least 1")
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise ValueError(f"slots is {slots!r}; it must be at least 1")
         cfg, weight = model.cfg, model.lm_head.weight
         on_gpu = weight.is_cuda
         if dtype is None:
@@ -170,7 +170,9 @@ def recurrent_prefill(
 
     Source: notebook 09, "Prefill".
     """
-    _check_entries(tokens, 2, cache, slots)
+    _check_call(RecurrentCache, model, cache, tokens, slots, lengths)
+    if not tokens.is_cuda:
+        _check_lengths(lengths, slots, 0, tokens.shape[1])
     rows = _rows_of(slots, cache)
     counts = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     u = model.embed(tokens)
@@ -197,21 +199,52 @@ def _still_where(padding, proj, columns):
     return proj
 
 
-def _check_entries(tokens, ndim, cache, slots) -> None:
-    """Refuse what does not fit; values are looked at on a CPU alone."""
-    if tokens.ndim != ndim or slots.shape != tokens.shape[:1]:
+def _check_call(kind, model, cache, tokens, slots, lengths=None) -> None:
+    """Refuse what does not fit; values are looked at on a CPU alone.
+
+    Args: kind: class of the cache. lengths: of prompts, where tokens are (E, T).
+
+    Raises: TypeError, ValueError, naming the argument.
+    """
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache is {type(cache).__name__}; wanted {kind.__name__}")
+    cfg = model.cfg
+    sizes = (cfg.n_layers, cfg.n_heads, cfg.head_dim, cfg.state_dim)
+    held = (cache.states.shape[0], *cache.states.shape[2:5])
+    if held != sizes:
         raise ValueError(
-            f"tokens has shape {tuple(tokens.shape)} and slots {tuple(slots.shape)}; "
-            f"wanted {'(E, T)' if ndim == 2 else '(E,)'} and (E,)"
+            f"the cache has layers, heads, channels and states {held}; the model has "
+            f"{sizes}"
         )
-    if slots.device.type != "cpu":
+    each = {"tokens": tokens, "slots": slots}
+    each |= {} if lengths is None else {"lengths": lengths}
+    for name, z in each.items():
+        if z.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} is {z.dtype}; wanted integers")
+    shapes, entries = [tuple(z.shape) for z in each.values()], tuple(tokens.shape[:1])
+    if tokens.ndim != (1 if lengths is None else 2) or {*shapes[1:]} != {entries}:
+        got = ", ".join(map("{} {}".format, each, shapes))
+        wanted = "(E,)" if lengths is None else "(E, T)"
+        raise ValueError(f"got shapes {got}; wanted tokens {wanted}, the others (E,)")
+    if tokens.is_cuda or not tokens.numel():
         return  # reading them would wait for the device
     room = cache.states.shape[1]
-    if slots.numel() and slots.max() >= room:
+    if slots.max() >= room:
         raise ValueError(f"slots holds {slots.max()}; the cache has 0 to {room - 1}")
     used = slots[slots >= 0]
     if len(used.unique()) != len(used):
         raise ValueError("slots holds a slot twice; every sequence has its own")
+    for bad in (tokens.min(), tokens.max()):
+        if not 0 <= bad < cfg.vocab_size:
+            most = cfg.vocab_size - 1
+            raise ValueError(f"tokens holds {bad}; the model knows 0 to {most}")
+
+
+def _check_lengths(lengths, slots, least: int, most: int) -> None:
+    """Refuse lengths out of range, but for rows that are left out."""
+    bad = (slots >= 0) & ((lengths < least) | (lengths > most))
+    if bad.any():
+        raise ValueError(f"lengths holds {lengths[bad][0]}; wanted {least} to {most}")
 
 
 # %% notebooks/09_decoding.py#matrices-for-a-step
@@ -454,7 +487,7 @@ def recurrent_step(
 
     Source: notebook 09, "The step".
     """
-    _check_entries(tokens, 1, cache, slots)
+    _check_call(RecurrentCache, model, cache, tokens, slots)
     if cache._weights is None:
         return _step_in_pytorch(model, tokens, cache, slots)
     return _step_by_kernels(model, tokens, cache, slots)
@@ -463,7 +496,7 @@ def recurrent_step(
 # %% notebooks/09_decoding.py#what-a-slot-keeps
 import warnings
 from collections import Counter
-from functools import cache
+import functools
 
 from mamba3lite.models import batch_invariant
 from mamba3lite.models.batch_invariant import (
@@ -537,7 +570,7 @@ class ExactCache:
         self.slots, self.layers, self.by_rows = slots, cfg.n_layers, model.by_rows()
         self.chunk = model.chunk()
         H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
-        self.dtype = _working_dtype(device) if self.by_rows else torch.float32
+        self.dtype = _working_dtype(device)
         self.states = torch.zeros(
             cfg.n_layers, slots, H, D, N, dtype=torch.complex64, device=device
         )
@@ -595,8 +628,8 @@ def _check_states(states: Tensor) -> None:
     """Refuse boundary states that are not float32."""
     if states.dtype not in (torch.float32, torch.complex64):
         raise TypeError(
-            f"boundary states are {states.dtype}; wanted complex64 or float32 pairs: a "
-            "rounded state changes every later chunk"
+            f"boundary states are {states.dtype}; wanted complex64 (or float32 pairs, "
+            "for row kernels): another precision changes every later chunk"
         )
 
 
@@ -1023,7 +1056,7 @@ def _chunks_per_program(n: int) -> int:
 
 
 # %% notebooks/09_decoding.py#does-this-device-keep-the-promise
-@cache
+@functools.cache
 def _bits_agree(
     device: torch.device, head_dim: int, state_dim: int, chunk: int, precision: str,
     dtype: torch.dtype,
@@ -1277,7 +1310,7 @@ def exact_step(
 
     Source: notebook 09, "One step".
     """
-    _check_step(tokens, cache, slots, model)
+    _check_exact(model, cache, tokens, slots)
     if not cache.by_rows:
         return _step_in_windows(model, tokens, cache, slots)
     step = _Step(model, tokens, cache, slots)
@@ -1297,7 +1330,7 @@ def exact_step(
     return _launch_linear(hidden, weight, logits, early=step.early)
 
 
-@cache
+@functools.cache
 def _warn_slow() -> None:
     """Once a process."""
     warnings.warn(
@@ -1308,24 +1341,23 @@ def _warn_slow() -> None:
     )
 
 
-def _check_step(tokens, cache, slots, model) -> None:
+def _check_exact(model, cache, tokens, slots, lengths=None) -> None:
     """Refuse what does not fit.
 
     Raises: TypeError, ValueError, naming the argument.
     """
+    _check_call(ExactCache, model, cache, tokens, slots, lengths)
     if slots.dtype != torch.int32:
         raise TypeError(f"slots is {slots.dtype}; wanted int32")
-    if slots.ndim != 1 or len(slots) != len(tokens):
-        raise ValueError(
-            f"slots has shape {tuple(slots.shape)}; wanted ({len(tokens)},), one for "
-            "each entry"
-        )
     _check_states(cache.states)
-    if cache.layers != model.cfg.n_layers:
+    made_for = (True, cache.chunk, cache.by_rows)
+    if (model.cfg.batch_invariant, model.chunk(), model.by_rows()) != made_for:
         raise ValueError(
-            f"the cache has {cache.layers} layers; the model has {model.cfg.n_layers}"
+            "the cache was made for a batch-invariant model with chunks of "
+            f"{cache.chunk} tokens that computes {'' if cache.by_rows else 'not '}by "
+            "row kernels; this model is another"
         )
-    dtype = _working_dtype(tokens.device) if cache.by_rows else cache.dtype
+    dtype = _working_dtype(tokens.device)
     if dtype != cache.dtype:
         raise ValueError(
             f"the cache was made for {cache.dtype} and autocast now gives {dtype}; "
@@ -1349,7 +1381,7 @@ def exact_prefill(
     that held another sequence is emptied first, by `cache.reset`.
 
     Args:
-        tokens: ids; what follows a prompt in its row does not matter.
+        tokens: prompts side by side, padded on the right with any valid id.
         lengths: tokens of each prompt, 1 to T.
         slots: int32, no slot twice; below 0 for a row to be left out.
 
@@ -1357,8 +1389,9 @@ def exact_prefill(
 
     Source: notebook 09, "The prompt".
     """
-    _check_step(tokens, cache, slots, model)
-    _check_prompts(tokens, lengths, cache, slots)
+    _check_exact(model, cache, tokens, slots, lengths)
+    _check_lengths(lengths, slots, 1, tokens.shape[1])
+    _check_closed(cache, slots)
     logits = model.embed.weight.new_zeros(
         len(tokens), model.cfg.vocab_size, dtype=torch.float32
     )
@@ -1370,16 +1403,9 @@ def exact_prefill(
     return logits
 
 
-def _check_prompts(tokens, lengths, cache, slots) -> None:
-    """Refuse lengths out of range and open chunks.
-
-    Raises: ValueError, naming the argument.
-    """
-    time, real = tokens.shape[1], slots >= 0
-    bad = real & ((lengths < 1) | (lengths > time))
-    if bad.any():
-        raise ValueError(f"lengths holds {lengths[bad][0]}; wanted 1 to {time}")
-    held = torch.where(real, cache.cursor[slots.clamp(min=0).long()], 0)
+def _check_closed(cache, slots) -> None:
+    """Refuse slots with an open chunk."""
+    held = torch.where(slots >= 0, cache.cursor[slots.clamp(min=0).long()], 0)
     if held.any():
         slot, rows = slots[held > 0][0], held[held > 0][0]
         raise ValueError(
