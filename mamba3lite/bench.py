@@ -967,10 +967,16 @@ def main(
         int | None,
         typer.Option("--time", help="Steps T; 2048 on a GPU, 512 on a CPU.", min=1),
     ] = None,
-    heads: Annotated[int, typer.Option(help="Heads H.", min=1)] = 16,
-    head_dim: Annotated[int, typer.Option(help="Channels D per head.", min=1)] = 64,
-    state_dim: Annotated[int, typer.Option(help="Complex states N.", min=1)] = 64,
-    chunk_size: Annotated[int, typer.Option(help="Steps per chunk.", min=1)] = 64,
+    heads: Annotated[int | None, typer.Option(help="Heads H; 16.", min=1)] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Channels D per head; 64.", min=1)
+    ] = None,
+    state_dim: Annotated[
+        int | None, typer.Option(help="Complex states N; 64.", min=1)
+    ] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(help="Steps per chunk; 64.", min=1)
+    ] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Also sweep the launch parameters.")
     ] = False,
@@ -1009,11 +1015,12 @@ def main(
     """Measure the scan: every version, forward and backward, against its floor."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    batch = batch or (8 if on_gpu else 1)
-    time_steps = time_steps or (2048 if on_gpu else 512)
-    if time_steps % chunk_size:
+    given = (batch, time_steps, heads, head_dim, state_dim, chunk_size)
+    usual = (8, 2048, 16, 64, 64, 64) if on_gpu else (1, 512, 16, 64, 64, 64)
+    shape = Shape(*(a or b for a, b in zip(given, usual, strict=True)))
+    if not decode and shape.T % shape.chunk:
         raise typer.BadParameter(
-            f"--time {time_steps} is not a multiple of --chunk-size {chunk_size}"
+            f"--time {shape.T} is not a multiple of --chunk-size {shape.chunk}"
         )
     if json_file and json_file.exists():
         raise typer.BadParameter(f"{json_file} exists; name a new file for --json")
@@ -1023,7 +1030,7 @@ def main(
         raise typer.BadParameter("--set changes the configuration of --model; name one")
     if decode and not model:
         raise typer.BadParameter("--decode measures a model; name one with --model")
-    if decode and (tune or peers or no_scan):
+    if decode and any((tune, peers, no_scan, *given)):
         raise typer.BadParameter(
             "--decode leaves the scan out; no option of it goes along"
         )
@@ -1035,25 +1042,23 @@ def main(
         check_model(model, overrides or [])
     faults: list[str | None] = []
     options: dict[str, Callable] = {
-        "say": Console(stderr=True).print,
+        "say": partial(Console(stderr=True).print, soft_wrap=True),
         "save": lambda part: faults.append(write_report(json_file, part)),
     }
     console = Console()
     console.width = max(console.width, 100)
     if decode:
-        from mamba3lite.bench_decode import decode_table, run_decode_bench
+        from mamba3lite.bench_decode import print_decode_report, run_decode_bench
 
         report = run_decode_bench(
             model, overrides or [], device, parts=parts or DECODE_PARTS, **options
         )
-        if report["decode"]:
-            console.print(decode_table(report["decode"]))
+        print_decode_report(report, console)
     else:
-        shape = Shape(batch, time_steps, heads, head_dim, state_dim, chunk_size)
         # The oracle is a loop over time in double precision: a smaller batch for it.
         few = {"B": 2, "T": 2048, "H": 4}
         if not on_gpu:
-            few = {"B": 1, "T": 2 * chunk_size, "H": 2}
+            few = {"B": 1, "T": 2 * shape.chunk, "H": 2}
         checked = replace(shape, **few)
         report = run_bench(
             shape, checked, device, tune=tune, peers=peers, parts=parts, model=model,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -90,8 +91,7 @@ def run_decode_bench(
             save(report)
         if "memory" in parts:
             report["decode_memory"].append(memory_row(model, mode, LENGTHS))
-            held = report["decode_memory"][-1]["slot_bytes"]
-            say(f"{mode}: {held:,} bytes a sequence")
+            say(memory_line(report["decode_memory"][-1]))
             save(report)
     if "bits" in parts:
         for row in bits_rows(fields, device):
@@ -313,6 +313,16 @@ def compared(
     return {"differ": differ, "largest_log_prob": largest}
 
 
+def memory_line(row: dict) -> str:
+    """One row of memory, as a person reads it."""
+    held = (
+        f"; the device holds {count:,} bytes after {int(length):,} tokens"
+        for length, count in row["held_bytes"].items()
+    )
+    line = f"memory, {row['mode']}: {row['slot_bytes']:,} bytes a sequence"
+    return line + "".join(held)
+
+
 def bits_line(row: dict) -> str:
     """One row of bits, as a person reads it."""
     return (
@@ -340,3 +350,12 @@ def decode_table(rows: list[dict]) -> Table:
             f"{row['round_ms']['median']:.3f}",
         )
     return table
+
+
+def print_decode_report(report: dict[str, Any], console: Console) -> None:
+    """The table of steps, and a line for every row of memory and bits."""
+    if report["decode"]:
+        console.print(decode_table(report["decode"]))
+    lines = [memory_line(row) for row in report["decode_memory"]]
+    for line in [*lines, *map(bits_line, report["decode_bits"])]:
+        console.print(line, soft_wrap=True)

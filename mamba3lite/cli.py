@@ -1,5 +1,6 @@
 """The command line. Heavy imports stay inside the commands, so help is instant."""
 
+import codecs
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,23 +163,34 @@ def plot(
 @app.command()
 def generate(
     checkpoint: Annotated[
-        Path, typer.Option(help="A checkpoint, a checkpoints folder or a run folder.")
+        str,
+        typer.Option(
+            metavar="PATH", help="A checkpoint, a checkpoints folder or a run folder."
+        ),
     ],
     prompts: Annotated[
         list[str],
         typer.Option("--prompt", help="May be given again. Empty: starts a document."),
     ] = [],  # noqa: B006
     prompt_file: Annotated[
-        Path | None, typer.Option(help="One prompt a line, after those of --prompt.")
+        str | None,
+        typer.Option(
+            metavar="PATH", help="One prompt a line, after those of --prompt."
+        ),
     ] = None,
     num_samples: Annotated[
-        int, typer.Option(help="Texts for each prompt; number n of seed + n - 1.")
+        int,
+        typer.Option(help="Texts for each prompt, of --seed, --seed + 1 and so on."),
     ] = 1,
-    max_new_tokens: Annotated[int, typer.Option()] = 200,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="At most so many follow a prompt; EOS ends it before.")
+    ] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 50,
     top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 0.95,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Decides the random numbers of the first sample.")
+    ] = 0,
     streaming: Annotated[
         bool, typer.Option("--stream", help="Print each token when it is there.")
     ] = False,
@@ -216,11 +228,15 @@ def generate(
         check("num_samples", num_samples, allowed, "between 1 and 1000000")
         check("batch_size", batch_size, batch_size >= 1, "at least 1")
         check_lengths(max_new_tokens, [seed, seed + num_samples - 1])
+        for name, path in (("checkpoint", checkpoint), ("prompt_file", prompt_file)):
+            check(name, path, path != "", "a path")
         wanted = [bytes_of_argument(text) for text in prompts]
-        wanted += lines_of(prompt_file) if prompt_file else []
+        wanted += lines_of(Path(prompt_file)) if prompt_file else []
         wanted = wanted or [b""]
         check("mode", mode, mode in MODES, " or ".join(MODES))
-        model, tokenizer = load_for_generation(checkpoint, to_stderr, mode == "exact")
+        model, tokenizer = load_for_generation(
+            Path(checkpoint), to_stderr, mode == "exact"
+        )
         lanes = 1 if streaming else min(batch_size, len(wanted) * num_samples)
         found = texts(
             Decoder(model, lanes, mode),
@@ -286,17 +302,20 @@ def bytes_of_argument(text: str) -> bytes:
 def lines_of(file: Path) -> list[bytes]:
     """The prompts in a file, one a line; an empty line is an empty prompt.
 
+    Lines end with LF or CR LF; the byte order mark of UTF-8 is no part of the first.
+
     Raises: OptionError for a file without a line, or one that cannot be read.
     """
     from mamba3lite.generate import OptionError
 
     try:
-        lines = file.read_bytes().splitlines()
+        data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise OptionError(f"{file}: {error.strerror}") from None
-    if not lines:
+    if not data:
         raise OptionError(f"{file}: holds no prompt; wants one a line")
-    return lines
+    lines = data.removesuffix(b"\n").split(b"\n")
+    return [line.removesuffix(b"\r") for line in lines]
 
 
 def load_for_generation(
@@ -341,6 +360,8 @@ def one_line_errors(command: str, *mistakes: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:  # an OSError that is no mistake: typer ends with code 1
+        raise
     except mistakes as error:
         reason = str(error)
         if isinstance(error, OSError) and error.strerror:

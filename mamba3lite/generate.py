@@ -66,7 +66,7 @@ def check(name: str, value: object, allowed: bool, wanted: str) -> None:
     Raises: OptionError naming the option, what was got and what is allowed.
     """
     if not allowed:
-        raise OptionError(f"{name}: got {value}, should be {wanted}")
+        raise OptionError(f"{name}: got {value!r}, should be {wanted}")
 
 
 def check_lengths(max_new_tokens: int, seeds: Sequence[int]) -> None:
@@ -76,6 +76,14 @@ def check_lengths(max_new_tokens: int, seeds: Sequence[int]) -> None:
     """
     allowed = 1 <= max_new_tokens < 2**31
     check("max_new_tokens", max_new_tokens, allowed, "between 1 and 2**31 - 1")
+    check_seeds(seeds)
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuse a seed outside its range.
+
+    Raises: OptionError naming the option, what was got and what is allowed.
+    """
     for seed in seeds:
         check("seed", seed, 0 <= seed < 2**63, "between 0 and 2**63 - 1")
 
@@ -266,6 +274,8 @@ class Decoder:
     a number of lanes and a way of sampling, and replayed from then on; tokens come to
     the processor while the next step runs.
 
+    One stream at a time: they share cache and lanes, and a newer one ends an older.
+
     Args: model: a `Mamba3Transformer`, not changed while this object is in use.
     lanes: sequences side by side, at most. mode: a name in `MODES`; "exact" wants a
     model with batch_invariant and gives, bit for bit, the logits of its full forward
@@ -287,14 +297,23 @@ class Decoder:
         with self._products():
             self._cache = cache_of(model, lanes)
         self._rounds: dict[tuple, tuple[_Lanes, Callable[[], None]]] = {}
+        self._newest: object = None  # stands for the stream that has the cache
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], **options
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        eos_id: int,
+        seeds: Sequence[int],
+        **options,
     ) -> list[list[int]]:
         """The tokens that follow each prompt; more prompts than lanes take turns.
 
         Args: as `stream`.
+        Raises: as `stream`; for seeds and prompts of every turn before the first.
         """
+        prompts = self._checked(prompts, seeds, eos_id)
+        options["eos_id"] = eos_id
         results: list[list[int]] = [[] for _ in prompts]
         for first in range(0, len(prompts), self.lanes):
             turn = slice(first, first + self.lanes)
@@ -321,15 +340,15 @@ class Decoder:
         starts from EOS. seeds: one for each prompt; its random numbers follow from it
         alone. temperature, top_k, top_p: as in `Sampling`.
         Raises: OptionError naming the option, what was got and what is allowed;
-        LogitsError; ValueError for a token the model does not know.
+        LogitsError; ValueError for a token the model does not know; RuntimeError once
+        a newer stream of this decoder has been asked for a token.
         """
         sampling = Sampling(temperature, top_k, top_p)
         check_lengths(max_new_tokens, seeds)
         count = len(prompts)
         check("prompts", count, 1 <= count <= self.lanes, f"1 to {self.lanes}")
-        check("seeds", len(seeds), len(seeds) == count, f"{count}, one a prompt")
-        prompts = [list(prompt) or [eos_id] for prompt in prompts]
-        self._check_ids(prompts)
+        prompts = self._checked(prompts, seeds, eos_id)
+        self._newest = this = object()
         with evaluating(self.model):
             lanes, advance = self._round(count, sampling, eos_id)
             lanes.chances.start(seeds)
@@ -344,15 +363,26 @@ class Decoder:
                     token if alive else None
                     for token, alive in zip(tokens, running, strict=True)
                 ]
+                if self._newest is not this:
+                    raise RuntimeError(
+                        "a newer stream of this decoder has begun; it has one at a time"
+                    )
 
-    def _check_ids(self, prompts: list[list[int]]) -> None:
-        vocab = self.model.cfg.vocab_size
+    def _checked(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], eos_id: int
+    ) -> list[list[int]]:
+        """The prompts as lists, EOS for an empty one, once all can be decoded."""
+        count, vocab = len(prompts), self.model.cfg.vocab_size
+        check("seeds", len(seeds), len(seeds) == count, f"{count}, one a prompt")
+        check_seeds(seeds)
+        prompts = [list(prompt) or [eos_id] for prompt in prompts]
         for number, prompt in enumerate(prompts, 1):
             for bad in (min(prompt), max(prompt)):
                 if not 0 <= bad < vocab:
                     raise ValueError(
                         f"prompt {number} holds the id {bad}; wanted 0 to {vocab - 1}"
                     )
+        return prompts
 
     def _choices(self, lanes, advance, prompts, sampling, max_new_tokens):
         """The device's tokens of every round; the caller may be rounds behind."""
@@ -478,7 +508,8 @@ def texts(
     """Prompts with what follows them: prompt and sample number from 1, and the text.
 
     The text comes in pieces that end between characters; as it is computed where a turn
-    of the decoder holds one sequence, at once where it holds several.
+    of the decoder holds one sequence, at once where it holds several. A turn of several
+    that is interrupted still gives what there is of each, before KeyboardInterrupt.
 
     Args: num_samples: texts for each prompt; number n has the seed seed + n - 1, and so
     a text depends on its prompt and its seed alone. options: as `Decoder.stream`.
@@ -493,10 +524,24 @@ def texts(
             eos_id=tokenizer.eos_id,
             **options,
         )
+        interrupt = None
         if len(turn) > 1:
-            rounds = list(rounds)
+            rounds, interrupt = until_interrupted(rounds)
         for lane, (p, s) in enumerate(turn):
             yield p + 1, s + 1, as_text(tokenizer, ids[p], rounds, lane)
+        if interrupt:
+            raise interrupt
+
+
+def until_interrupted(rounds: Iterable) -> tuple[list, KeyboardInterrupt | None]:
+    """The rounds there are, and the Ctrl-C that ended them early, if one did."""
+    kept = []
+    try:
+        for tokens in rounds:
+            kept.append(tokens)
+    except KeyboardInterrupt as interrupt:
+        return kept, interrupt
+    return kept, None
 
 
 def as_text(

@@ -566,6 +566,15 @@ def parts_of(bench: Bench) -> list[tuple[str, Callable[[], dict | None]]]:
     return parts
 
 
+def check_only(plan: Plan) -> None:
+    """Refuse a word that is in the name of no part."""
+    names = [name for name, _ in parts_of(Bench(plan, Path(), print))]
+    for word in plan.only:
+        if not any(word in name for name in names):
+            there = "; ".join(names)
+            raise typer.BadParameter(f"--only {word!r}: the parts here are {there}")
+
+
 def measure(
     plan: Plan,
     work: Path,
@@ -710,13 +719,15 @@ def main(
     if json_file and not json_file.parent.is_dir():
         raise typer.BadParameter(f"{json_file.parent} is not a folder")
 
+    sizes = (rows, steps, wanted, here, seconds)
+    plan = Plan(config, small, source, *sizes, tuple(only or ()))
+    check_only(plan)
+
     def save(report: dict) -> None:
         if json_file:
             text = json.dumps(report, indent=1) + "\n"
             json_file.write_text(text, encoding="utf-8")
 
-    sizes = (rows, steps, wanted, here, seconds)
-    plan = Plan(config, small, source, *sizes, tuple(only or ()))
     with tempfile.TemporaryDirectory() as work:
         report = measure(plan, Path(work), lambda line: print(line, flush=True), save)
     print("\n".join(lines_of(report)))

@@ -51,6 +51,8 @@ def test_help_names_every_option():
     more |= {"--part", "--no-scan", "--decode"}
     assert shown == sizes | more | {"--help"}
     assert "mamba3lite bench" in result.stdout
+    for text in ("Heads H; 16.", "head; 64.", "states N; 64.", "per chunk; 64."):
+        assert text in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,10 @@ def test_help_names_every_option():
         (("--model", "tiny", "--set", "training.lr=x"), 'training.lr: got "x"'),
         (("--decode",), "--decode measures a model; name one"),
         (("--decode", "--model", "tiny", "--tune"), "--decode leaves the scan out"),
+        *(
+            (("--decode", "--model", "tiny", size, 100), "--decode leaves the scan out")
+            for size in TINY[::2]
+        ),
         (("--decode", "--model", "tiny", "--part", "scan"), "there are steps, memory"),
     ],
 )
@@ -148,6 +154,8 @@ def test_decoding_is_measured_for_every_mode(tmp_path, monkeypatch):
     assert bits["recurrent"]["differ"] > bits["rows"] / 2, "what exact steps are for"
     shown = re.findall(r"(recurrent|exact) +│ +(\d+)", result.stdout)
     assert shown == [(mode, str(batch)) for mode, batch in found]
+    assert "memory, recurrent: 1,024 bytes a sequence" in result.stdout
+    assert "bits, tf32, seed 3: of " in result.stdout
 
 
 def test_a_part_of_decoding_is_measured_alone(tmp_path, monkeypatch):
@@ -162,6 +170,16 @@ def test_a_part_of_decoding_is_measured_alone(tmp_path, monkeypatch):
         report = json.loads(file.read_text())
         sections = ("decode", "decode_memory", "decode_bits")
         assert [name for name in sections if report[name]] == [section]
+        line_of = {"memory": bench_decode.memory_line, "bits": bench_decode.bits_line}
+        assert result.stdout.splitlines() == list(map(line_of[part], report[section]))
+
+
+def test_a_line_of_memory_by_hand():
+    row = {"mode": "exact", "slot_bytes": 1024, "held_bytes": {"1000": 5000}}
+    said = "memory, exact: 1,024 bytes a sequence"
+    held = "; the device holds 5,000 bytes after 1,000 tokens"
+    assert bench_decode.memory_line(row) == said + held
+    assert bench_decode.memory_line(row | {"held_bytes": {}}) == said
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,7 @@ from trainer_cases import prepare_corpus, write_config, write_corpus
 from typer.testing import CliRunner
 
 import mamba3lite
-from mamba3lite.cli import app
+from mamba3lite.cli import app, lines_of
 from mamba3lite.training.checkpoint import list_checkpoints
 from mamba3lite.training.metrics import read_metrics
 from mamba3lite.training.pretrain import Pretrainer, main
@@ -373,6 +373,48 @@ def test_ctrl_c_leaves_what_there_is_of_a_text(finished, monkeypatch):
         assert result.stdout.startswith("def f"), extra
 
 
+def test_ctrl_c_leaves_what_there_is_of_every_text(finished, monkeypatch):
+    _, run, _ = finished
+
+    def cut_short(decoder, prompts, **options):
+        yield [ord("a"), ord("b")]
+        yield [ord("c"), None]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mamba3lite.generate.Decoder.stream", cut_short)
+    result = invoke("generate", "--checkpoint", run, "--prompt", "1", "--prompt", "2")
+    assert result.exit_code == 130
+    titles = [f"===== prompt {number}, sample 1 =====" for number in (1, 2)]
+    assert result.stdout == f"{titles[0]}\n1ac\n{titles[1]}\n2b\n"
+
+
+def test_a_reader_that_has_gone_is_no_mistake(finished):
+    _, run, _ = finished
+    command = [sys.executable, "-m", "mamba3lite.cli", "generate", "--checkpoint", run]
+    command += ["--stream", "--max-new-tokens", "1", "--num-samples", "2000"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as running:
+        assert running.stdout.read(20) == b"===== prompt 1, samp"
+        running.stdout.close()
+        assert (running.stderr.read(), running.wait()) == (b"", 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "prompts"),
+    [
+        (b"a\nb", [b"a", b"b"]),
+        (b"a\r\n\r\nb\r\n", [b"a", b"", b"b"]),
+        (b"a\rb\x0b\n\r\r\n", [b"a\rb\x0b", b"\r"]),
+        (b"\xef\xbb\xbfa\n\xef\xbb\xbfb\n", [b"a", b"\xef\xbb\xbfb"]),
+        (b"\n", [b""]),
+    ],
+)
+def test_a_prompt_file_is_cut_at_line_feeds_alone(tmp_path, data, prompts):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(data)
+    assert lines_of(file) == prompts
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -383,7 +425,10 @@ def test_ctrl_c_leaves_what_there_is_of_a_text(finished, monkeypatch):
             ["--prompt-file", "/dev/null"],
             "/dev/null: holds no prompt; wants one a line\n",
         ),
-        (["--mode", "fast"], "mode: got fast, should be recurrent"),
+        (["--mode", "fast"], "mode: got 'fast', should be recurrent"),
+        (["--mode", ""], "mode: got '', should be recurrent or exact\n"),
+        (["--checkpoint", ""], "checkpoint: got '', should be a path\n"),
+        (["--prompt-file", ""], "prompt_file: got '', should be a path\n"),
         (
             ["--num-samples", "0"],
             "num_samples: got 0, should be between 1 and 1000000\n",

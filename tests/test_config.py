@@ -119,7 +119,7 @@ MISTAKES = [
     ("training: {total_steps: 1, total_tokens: 1}", "training.total_steps: give "
      "exactly one of training.total_steps and training.total_tokens"),
     ("training: {total_steps: 5, warmup_steps: 6}", "training.warmup_steps: got 6, "
-     "should be at most the 5 steps of the run"),
+     "should be at most the 5 steps of the run; set it lower, too"),
     ("data: {source: x, train_data_path: y}", "data.source: data.train_data_path "
      "names a folder that is already prepared; give one of the two"),
     ("training: [1]", "training: got [1], should be a mapping"),

@@ -229,7 +229,7 @@ def test_texts_number_prompts_and_samples():
         (lambda m: Decoder(m, 0), "lanes: got 0, should be at least 1"),
         (
             lambda m: Decoder(m, 1, "fast"),
-            "mode: got fast, should be recurrent or exact",
+            "mode: got 'fast', should be recurrent or exact",
         ),
         (
             lambda m: next(Decoder(m, 2).stream([[1]] * 3, eos_id=EOS, seeds=[0] * 3)),
@@ -251,6 +251,63 @@ def test_what_a_decoder_refuses(call, line):
 def test_an_unknown_token_is_named(bad):
     with pytest.raises(ValueError, match=rf"^prompt 2 holds the id {bad}; wanted 0 to"):
         Decoder(tiny_model(), 2).generate([[1], [2, bad]], eos_id=EOS, seeds=[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "line"),
+    [
+        ([[1]] * 3, [0, 1], "seeds: got 2, should be 3, one a prompt"),
+        ([[1]] * 3, [0] * 4, "seeds: got 4, should be 3, one a prompt"),
+        ([[1]] * 3, [0, 1, -1], "seed: got -1, should be between 0 and 2**63 - 1"),
+        ([[1], [], [257]], [0] * 3, "prompt 3 holds the id 257; wanted 0 to 256"),
+    ],
+)
+def test_every_turn_is_checked_before_the_first_is_decoded(
+    prompts, seeds, line, monkeypatch
+):
+    decoder = Decoder(tiny_model(), 1)
+    monkeypatch.setattr(decoder, "stream", lambda *_, **__: pytest.fail("decoded"))
+    with pytest.raises(ValueError) as error:
+        decoder.generate(prompts, eos_id=EOS, seeds=seeds)
+    assert str(error.value) == line
+
+
+def test_a_newer_stream_ends_an_older_one_and_is_whole():
+    decoder = Decoder(tiny_model(), 1)
+    options = {"eos_id": EOS, "max_new_tokens": 9, "seeds": [1]}
+    whole = list(decoder.stream([[66]], **options))
+    older, newer = (decoder.stream([[id]], **options) for id in (65, 66))
+    next(older)
+    got = [next(newer)]
+    with pytest.raises(
+        RuntimeError, match=r"^a newer stream of this decoder has begun"
+    ):
+        next(older)
+    assert got + list(newer) == whole and len(whole) > 1
+
+
+def test_a_refused_stream_leaves_the_other_alone():
+    decoder = Decoder(tiny_model(), 1)
+    running = decoder.stream([[65]], eos_id=EOS, seeds=[1], temperature=0)
+    next(running)
+    with pytest.raises(OptionError):
+        next(decoder.stream([[65]], eos_id=EOS, seeds=[-1]))
+    next(running)
+
+
+def test_an_interrupt_comes_after_the_texts_there_are(monkeypatch):
+    rounds, tokenizer = iter([[65, 66], [67, None]]), ByteTokenizer()
+
+    def cut_short(*_, **__):
+        yield from rounds
+        raise KeyboardInterrupt
+
+    decoder = Decoder(tiny_model(), 2)
+    monkeypatch.setattr(decoder, "stream", cut_short)
+    found = texts(decoder, tokenizer, [b"1", b"2", b"3"])
+    assert ["".join(next(found)[2]) for _ in range(2)] == ["1AC", "2B"]
+    with pytest.raises(KeyboardInterrupt):
+        next(found)
 
 
 # --------------------------------------------------------------------------------------

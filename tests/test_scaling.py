@@ -174,12 +174,17 @@ def test_a_part_that_breaks_takes_no_other_with_it(tmp_path, monkeypatch):
         (["--config", "gone.yaml"], "gone.yaml"),
         (["--source", "stdlib+gone"], "gone is neither there nor a known name"),
         (["--json", "there.json"], "there.json exists"),
+        (
+            ["--only", "1 GPU", "--only", "xyz"],
+            "--only 'xyz': the parts here are 1 GPU",
+        ),
     ],
 )
 def test_a_mistake_is_named_before_anything_runs(
     tmp_path, monkeypatch, arguments, complaint
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(scaling, "measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "there.json").write_text("{}")
     result = CliRunner().invoke(scaling.app, arguments)
     assert result.exit_code == 2 and complaint in " ".join(result.output.split())

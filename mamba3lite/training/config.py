@@ -133,7 +133,7 @@ class RunConfig(BaseModel):
         if training.warmup_steps > self.total_steps:
             raise ValueError(
                 f"training.warmup_steps: got {training.warmup_steps}, should be at "
-                f"most the {self.total_steps} steps of the run"
+                f"most the {self.total_steps} steps of the run; set it lower, too"
             )
         _refuse_misfits(training, self.total_steps)
         return self
