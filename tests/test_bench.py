@@ -84,7 +84,8 @@ def test_a_bad_option_is_refused_before_anything_is_measured(
     arguments, complaint, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "run_bench", lambda *_, **__: pytest.fail("measured"))
+    for module, name in ((bench, "run_bench"), (bench_decode, "run_decode_bench")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "old.json").write_text("kept")
     result = run_command(*arguments)
     assert result.exit_code == 2, result.output

@@ -295,21 +295,6 @@ def test_a_refused_stream_leaves_the_other_alone():
     next(running)
 
 
-def test_an_interrupt_comes_after_the_texts_there_are(monkeypatch):
-    rounds, tokenizer = iter([[65, 66], [67, None]]), ByteTokenizer()
-
-    def cut_short(*_, **__):
-        yield from rounds
-        raise KeyboardInterrupt
-
-    decoder = Decoder(tiny_model(), 2)
-    monkeypatch.setattr(decoder, "stream", cut_short)
-    found = texts(decoder, tokenizer, [b"1", b"2", b"3"])
-    assert ["".join(next(found)[2]) for _ in range(2)] == ["1AC", "2B"]
-    with pytest.raises(KeyboardInterrupt):
-        next(found)
-
-
 # --------------------------------------------------------------------------------------
 # Choosing tokens
 
