@@ -249,6 +249,7 @@ def read(model, cache, lengths):
     return recurrent_prefill(model, tokens, torch.tensor(lengths), cache, int32(0))
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("bad", [torch.tensor([1.9]), torch.tensor([True])])
 def test_what_is_no_integer_is_refused(bad):
     model = tiny_model()
