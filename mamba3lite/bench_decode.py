@@ -260,21 +260,14 @@ def bits_row(fields: dict, seed: int, device: torch.device) -> dict[str, Any]:
     }
     decode.launches.clear()
     for mode in MODES:
-        cases = [(tokens, prompts, full)]
-        if mode == "exact":
-            few = range(0, len(prompts), 3)
-            cases += [
-                (tokens[e : e + 1], prompts[e : e + 1], full[e : e + 1]) for e in few
-            ]
-        found = [compared(model, mode, steps, *case) for case in cases]
-        row[mode] = found[0]
-        if mode == "exact":
-            row["alone"] = {
-                "rows": len(few) * (steps + 1),
-                "differ": sum(one["differ"] for one in found[1:]),
-            }
-            row["launches"] = dict(decode.launches)
-    return row
+        row[mode] = compared(model, mode, steps, tokens, prompts, full)
+    alone = [slice(e, e + 1) for e in range(0, len(prompts), 3)]
+    differ = [
+        compared(model, "exact", steps, tokens[e], prompts[e], full[e])["differ"]
+        for e in alone
+    ]
+    row["alone"] = {"rows": len(alone) * (steps + 1), "differ": sum(differ)}
+    return row | {"launches": dict(decode.launches)}
 
 
 def compared(

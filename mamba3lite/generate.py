@@ -312,6 +312,7 @@ class Decoder:
         Args: as `stream`.
         Raises: as `stream`; for seeds and prompts of every turn before the first.
         """
+        check_seeds(seeds)
         prompts = self._checked(prompts, seeds, eos_id)
         options["eos_id"] = eos_id
         results: list[list[int]] = [[] for _ in prompts]
@@ -374,7 +375,6 @@ class Decoder:
         """The prompts as lists, EOS for an empty one, once all can be decoded."""
         count, vocab = len(prompts), self.model.cfg.vocab_size
         check("seeds", len(seeds), len(seeds) == count, f"{count}, one a prompt")
-        check_seeds(seeds)
         prompts = [list(prompt) or [eos_id] for prompt in prompts]
         for number, prompt in enumerate(prompts, 1):
             for bad in (min(prompt), max(prompt)):

@@ -743,10 +743,13 @@ if HAS_TRITON:
             _ask_for(w_ptr + row[:, None] * K + k[None, :])
 
 
+_LATE = {"EARLY": False}  # options of a kernel that starts when others have ended
+
+
 def _early(z: Tensor) -> dict[str, bool]:
     """Options of a kernel of a step that may start early, where the device has that."""
     early = z.is_cuda and torch.cuda.get_device_capability(z.device)[0] >= 9
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if early else _LATE
 
 
 # %% [markdown]
@@ -934,7 +937,7 @@ def _tiling(tile: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(names, tile, strict=True))
 
 
-def _launch_linear(x, weight, out, u=None, tile=None, early=None) -> Tensor:
+def _launch_linear(x, weight, out, u=None, tile=None, early=_LATE) -> Tensor:
     """out = x weight^T, plus u; rounded to the dtype of x unless out has another.
 
     early: from `_early`, in a step; else the kernel waits for the one before.
@@ -949,12 +952,12 @@ def _launch_linear(x, weight, out, u=None, tile=None, early=None) -> Tensor:
         _row_linear_kernel[grid](
             x, weight, out if u is None else u, out, rows, columns, K=K,
             ADD=u is not None, EMULATE=_interpreted(), **_tiling(tile),
-            **(early or {"EARLY": False}),
+            **early,
         )  # fmt: skip
     return out
 
 
-def _launch_gate_up(x, weight, out, early=None) -> Tensor:
+def _launch_gate_up(x, weight, out, early=_LATE) -> Tensor:
     """out = silu(gate) up for [gate, up] = x weight^T, in the dtype of x.
 
     Shapes: x (rows, K), weight (2 width, K), out (rows, width). Returns: out.
@@ -965,7 +968,7 @@ def _launch_gate_up(x, weight, out, early=None) -> Tensor:
     with torch.cuda.device_of(x):
         _gate_up_kernel[grid](
             x, weight, out, rows, columns // 2, K=K, EMULATE=_interpreted(),
-            **_tiling(tile), **(early or {"EARLY": False}),
+            **_tiling(tile), **early,
         )  # fmt: skip
     return out
 
@@ -1023,13 +1026,13 @@ def _block(width: int, most: int) -> int:
     return min(triton.next_power_of_2(width), most)
 
 
-def _launch_rms_norm(u, gain, out, eps, early=None) -> Tensor:
+def _launch_rms_norm(u, gain, out, eps, early=_LATE) -> Tensor:
     """RMSNorm of each row of u into out, in the dtype of out. Returns: out."""
     width = u.shape[-1]
     with torch.cuda.device_of(u):
         _row_norm_kernel[(u.numel() // width,)](
             u, gain, out, eps, WIDTH=width, BLOCK=_block(width, 2**16), num_warps=4,
-            **(early or {"EARLY": False}),
+            **early,
         )  # fmt: skip
     return out
 
@@ -1756,6 +1759,7 @@ import functools
 
 from mamba3lite.models import batch_invariant
 from mamba3lite.models.batch_invariant import (
+    _LATE,
     _block,
     _checked_tile,
     _tiling,
@@ -1823,7 +1827,7 @@ class ExactCache:
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ValueError(f"ExactCache: slots is {slots!r}; wanted at least 1")
         device = model.embed.weight.device
-        self.slots, self.layers, self.by_rows = slots, cfg.n_layers, model.by_rows()
+        self.slots, self.by_rows = slots, model.by_rows()
         self.chunk = model.chunk()
         H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
         self.dtype = _working_dtype(device)
@@ -2244,7 +2248,7 @@ def bmm_rows(
     A: Tensor,
     slots: Int[Tensor, "E"],
     dA_cumsum: Float[Tensor, "E H 4 Q"],
-    early: dict[str, bool] | None = None,
+    early: dict[str, bool] = _LATE,
 ) -> Float[Tensor, "E H Q"]:
     """One row of scores q k^T for each entry and head; computes the gates on the way.
 
@@ -2275,7 +2279,7 @@ def bmm_rows(
         _bmm_row_kernel[(len(C) * H,)](
             C, B, torch.view_as_real(A), dA_cumsum, cb, slots, target_rows,
             chunk_starts, H, B.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
-            **_block_sizes(output), **options, **(early or {"EARLY": False}),
+            **_block_sizes(output), **options, **early,
         )  # fmt: skip
     return cb
 
@@ -2291,7 +2295,7 @@ def chunk_scan_rows(
     chunk_starts: Int[Tensor, "E"],
     initial_states: Tensor,
     config: dict[str, dict],
-    early: dict[str, bool] | None = None,
+    early: dict[str, bool] = _LATE,
 ) -> Float[Tensor, "E H D"]:
     """The outputs of one row for each entry and head, into `out`.
 
@@ -2315,7 +2319,7 @@ def chunk_scan_rows(
             cb, x, dA_cumsum, C, out, slots, target_rows, chunk_starts,
             _as_pairs(initial_states), H, x.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
             **_block_sizes(output), **_launch_options(output),
-            **(early or {"EARLY": False}),
+            **early,
         )  # fmt: skip
     return out
 
@@ -2328,7 +2332,7 @@ def chunk_state_passing_rows(
     slots: Int[Tensor, "E"],
     states: Tensor,
     config: dict[str, dict],
-    early: dict[str, bool] | None = None,
+    early: dict[str, bool] = _LATE,
 ) -> None:
     """Carry the boundary states of flagged entries over their full chunk, in place.
 
@@ -2349,7 +2353,7 @@ def chunk_state_passing_rows(
         _chunk_state_passing_rows_kernel[(-(-entries // together), H, parts)](
             x, dA_cumsum, chunk_starts, chunk_flags, slots, _as_pairs(states), entries,
             H, x.shape[-1], ENTRIES=together, **_block_sizes(chunks),
-            **_launch_options(chunks), **(early or {"EARLY": False}),
+            **_launch_options(chunks), **early,
         )  # fmt: skip
 
 

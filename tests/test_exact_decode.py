@@ -26,6 +26,10 @@ Q, V = 16, 37  # chunk and vocabulary of the small model
 PROMPTS = [1, 7, 16, Q - 1, Q, Q + 1, 95, 2 * Q]
 CPU = torch.device("cpu")
 windows = pytest.mark.skipif(COMPILED, reason="the small model runs on the GPU here")
+each_way = pytest.mark.parametrize(
+    "dispatch", [pytest.param("pytorch", marks=windows),
+                 pytest.param("fused", marks=needs_triton)]
+)  # fmt: skip
 
 
 def model_of(dispatch: str, seed: int = 0, **changes):
@@ -199,10 +203,7 @@ def test_log_probs_of_a_row_do_not_depend_on_the_others():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dispatch", [pytest.param("pytorch", marks=windows),
-                 pytest.param("fused", marks=needs_triton)]
-)  # fmt: skip
+@each_way
 def test_the_loss_of_a_token_is_its_log_prob(dispatch):
     """One valid target at a time: nothing is summed."""
     model = model_of(dispatch)
@@ -368,10 +369,7 @@ def test_operators_keep_the_rules_of_operators(name):
     torch.library.opcheck(operator, values)
 
 
-@pytest.mark.parametrize(
-    "dispatch", [pytest.param("pytorch", marks=windows),
-                 pytest.param("fused", marks=needs_triton)]
-)  # fmt: skip
+@each_way
 def test_it_is_the_same_model(dispatch):
     """Values and gradients of the loss agree with a model that is not invariant."""
     tokens, targets = text(2, 20), text(2, 20, seed=1)
@@ -407,10 +405,7 @@ def test_it_continues_from_a_state_and_keeps_documents_apart():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dispatch", [pytest.param("pytorch", marks=windows),
-                 pytest.param("fused", marks=needs_triton)]
-)  # fmt: skip
+@each_way
 def test_it_compiles_whole(dispatch):
     model = model_of(dispatch)
     tokens = text(2, 20)
@@ -464,10 +459,7 @@ def test_what_does_not_fit_is_one_line():
     assert not cache.cursor.any() and not cache.states.any(), "nothing was touched"
 
 
-@pytest.mark.parametrize(
-    "dispatch", [pytest.param("pytorch", marks=windows),
-                 pytest.param("fused", marks=needs_triton)]
-)  # fmt: skip
+@each_way
 def test_a_cache_belongs_to_one_autocast(dispatch):
     model = model_of(dispatch)
     cache = ExactCache(model, 1)

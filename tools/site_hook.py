@@ -508,9 +508,6 @@ def benchmark_markdown(report: dict, name: str) -> str:
     """
     if report.get("kind") == "scaling":
         return scaling_markdown(report, name)
-    if "decode" in report and not report["decode"]:
-        origin = _origin(report, name, report["device"]["name"])
-        return "\n\n".join([origin, *_decode_tables(report)])
     blocks = [_provenance(report, name)]
     if "decode" in report:
         return "\n\n".join([*blocks, *_decode_tables(report)])
@@ -542,6 +539,9 @@ def benchmark_markdown(report: dict, name: str) -> str:
 
 
 def _provenance(report: dict, name: str) -> str:
+    origin = _origin(report, name, report["device"]["name"])
+    if not any(report.get(section) for section in ("rows", "model", "decode")):
+        return origin  # nothing was timed
     copied = report["ceilings"]["copy_tb_s"]
     products = ", ".join(
         f"{rate:.3g} TFLOP/s in {kind.removesuffix('_tflop_s')}"
@@ -549,7 +549,7 @@ def _provenance(report: dict, name: str) -> str:
         if kind.endswith("_tflop_s")
     )
     return (
-        f"{_origin(report, name, report['device']['name'])}\n\n"
+        f"{origin}\n\n"
         f"{_sizes(report)}The device copies {copied:.3g} TB/s and multiplies "
         f"{products}. Times are medians; below them stand the 10th and the 90th "
         "percentile, and the floor."

@@ -72,10 +72,13 @@ if HAS_TRITON:
             _ask_for(w_ptr + row[:, None] * K + k[None, :])
 
 
+_LATE = {"EARLY": False}  # options of a kernel that starts when others have ended
+
+
 def _early(z: Tensor) -> dict[str, bool]:
     """Options of a kernel of a step that may start early, where the device has that."""
     early = z.is_cuda and torch.cuda.get_device_capability(z.device)[0] >= 9
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if early else _LATE
 
 
 # %% notebooks/09_decoding.py#a-matrix-times-some-vectors
@@ -181,7 +184,7 @@ def _tiling(tile: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(names, tile, strict=True))
 
 
-def _launch_linear(x, weight, out, u=None, tile=None, early=None) -> Tensor:
+def _launch_linear(x, weight, out, u=None, tile=None, early=_LATE) -> Tensor:
     """out = x weight^T, plus u; rounded to the dtype of x unless out has another.
 
     early: from `_early`, in a step; else the kernel waits for the one before.
@@ -196,12 +199,12 @@ def _launch_linear(x, weight, out, u=None, tile=None, early=None) -> Tensor:
         _row_linear_kernel[grid](
             x, weight, out if u is None else u, out, rows, columns, K=K,
             ADD=u is not None, EMULATE=_interpreted(), **_tiling(tile),
-            **(early or {"EARLY": False}),
+            **early,
         )  # fmt: skip
     return out
 
 
-def _launch_gate_up(x, weight, out, early=None) -> Tensor:
+def _launch_gate_up(x, weight, out, early=_LATE) -> Tensor:
     """out = silu(gate) up for [gate, up] = x weight^T, in the dtype of x.
 
     Shapes: x (rows, K), weight (2 width, K), out (rows, width). Returns: out.
@@ -212,7 +215,7 @@ def _launch_gate_up(x, weight, out, early=None) -> Tensor:
     with torch.cuda.device_of(x):
         _gate_up_kernel[grid](
             x, weight, out, rows, columns // 2, K=K, EMULATE=_interpreted(),
-            **_tiling(tile), **(early or {"EARLY": False}),
+            **_tiling(tile), **early,
         )  # fmt: skip
     return out
 
@@ -265,13 +268,13 @@ def _block(width: int, most: int) -> int:
     return min(triton.next_power_of_2(width), most)
 
 
-def _launch_rms_norm(u, gain, out, eps, early=None) -> Tensor:
+def _launch_rms_norm(u, gain, out, eps, early=_LATE) -> Tensor:
     """RMSNorm of each row of u into out, in the dtype of out. Returns: out."""
     width = u.shape[-1]
     with torch.cuda.device_of(u):
         _row_norm_kernel[(u.numel() // width,)](
             u, gain, out, eps, WIDTH=width, BLOCK=_block(width, 2**16), num_warps=4,
-            **(early or {"EARLY": False}),
+            **early,
         )  # fmt: skip
     return out
 

@@ -500,6 +500,7 @@ import functools
 
 from mamba3lite.models import batch_invariant
 from mamba3lite.models.batch_invariant import (
+    _LATE,
     _block,
     _checked_tile,
     _tiling,
@@ -567,7 +568,7 @@ class ExactCache:
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ValueError(f"ExactCache: slots is {slots!r}; wanted at least 1")
         device = model.embed.weight.device
-        self.slots, self.layers, self.by_rows = slots, cfg.n_layers, model.by_rows()
+        self.slots, self.by_rows = slots, model.by_rows()
         self.chunk = model.chunk()
         H, D, N = cfg.n_heads, cfg.head_dim, cfg.state_dim
         self.dtype = _working_dtype(device)
@@ -936,7 +937,7 @@ def bmm_rows(
     A: Tensor,
     slots: Int[Tensor, "E"],
     dA_cumsum: Float[Tensor, "E H 4 Q"],
-    early: dict[str, bool] | None = None,
+    early: dict[str, bool] = _LATE,
 ) -> Float[Tensor, "E H Q"]:
     """One row of scores q k^T for each entry and head; computes the gates on the way.
 
@@ -967,7 +968,7 @@ def bmm_rows(
         _bmm_row_kernel[(len(C) * H,)](
             C, B, torch.view_as_real(A), dA_cumsum, cb, slots, target_rows,
             chunk_starts, H, B.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
-            **_block_sizes(output), **options, **(early or {"EARLY": False}),
+            **_block_sizes(output), **options, **early,
         )  # fmt: skip
     return cb
 
@@ -983,7 +984,7 @@ def chunk_scan_rows(
     chunk_starts: Int[Tensor, "E"],
     initial_states: Tensor,
     config: dict[str, dict],
-    early: dict[str, bool] | None = None,
+    early: dict[str, bool] = _LATE,
 ) -> Float[Tensor, "E H D"]:
     """The outputs of one row for each entry and head, into `out`.
 
@@ -1007,7 +1008,7 @@ def chunk_scan_rows(
             cb, x, dA_cumsum, C, out, slots, target_rows, chunk_starts,
             _as_pairs(initial_states), H, x.shape[-1], BLOCK_M=ROW_BLOCK_SIZE_M,
             **_block_sizes(output), **_launch_options(output),
-            **(early or {"EARLY": False}),
+            **early,
         )  # fmt: skip
     return out
 
@@ -1020,7 +1021,7 @@ def chunk_state_passing_rows(
     slots: Int[Tensor, "E"],
     states: Tensor,
     config: dict[str, dict],
-    early: dict[str, bool] | None = None,
+    early: dict[str, bool] = _LATE,
 ) -> None:
     """Carry the boundary states of flagged entries over their full chunk, in place.
 
@@ -1041,7 +1042,7 @@ def chunk_state_passing_rows(
         _chunk_state_passing_rows_kernel[(-(-entries // together), H, parts)](
             x, dA_cumsum, chunk_starts, chunk_flags, slots, _as_pairs(states), entries,
             H, x.shape[-1], ENTRIES=together, **_block_sizes(chunks),
-            **_launch_options(chunks), **(early or {"EARLY": False}),
+            **_launch_options(chunks), **early,
         )  # fmt: skip
 
 
