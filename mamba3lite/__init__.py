@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     # Deferred, so that `mamba3lite --help` does not wait for torch.
-    if name in __all__:
-        from mamba3lite.models import transformer
+    if name == "ModelConfig":
+        from mamba3lite.models.config import ModelConfig
 
-        return getattr(transformer, name)
+        return ModelConfig
+    if name == "Mamba3Transformer":
+        from mamba3lite.models.transformer import Mamba3Transformer
+
+        return Mamba3Transformer
     raise AttributeError(f"module 'mamba3lite' has no attribute {name!r}")

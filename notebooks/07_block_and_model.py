@@ -27,9 +27,9 @@
 # **It takes** about 20 seconds to run on two CPU cores, and about ninety
 # minutes to read with care.
 #
-# **Its exported cells build** four modules: `mimo.py`, `row_kernels.py`,
+# **Its exported cells build** five modules: `config.py`, `mimo.py`, `row_kernels.py`,
 # `mamba_block.py` and `transformer.py`, all in `mamba3lite/models`. Where an exported
-# cell imports from another of the four, it gets the same code from the package.
+# cell imports from another of the five, it gets the same code from the package.
 
 # %%
 import os
@@ -321,19 +321,13 @@ assert distance(in_two_steps, in_one) < 1e-6, "mixer and out_proj are one linear
 # ## The configuration
 # Every number that follows comes from one small dataclass. It checks each value as it
 # enters, because a wrong one would otherwise surface as a shape error ten calls deeper.
-# (The block that the cell imports is built in the next two sections.)
+# It stands in a module of its own that knows nothing of PyTorch: a mistyped setting is
+# named before PyTorch has been loaded.
 
-# %% tags=["export"]
+# %% tags=["export:config"]
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
-
-import torch
-import torch.nn.functional as F
-from jaxtyping import Complex, Float, Int, Shaped
-from torch import Tensor, nn
-
-from mamba3lite.models.mamba_block import Mamba3Block
 
 
 @dataclass
@@ -451,6 +445,7 @@ from jaxtyping import Bool, Complex, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mamba3lite.models.config import ModelConfig
 from mamba3lite.models.mimo import MIMO
 from mamba3lite.models.ssd_complex import KernelUnavailable, ssd_complex_chunkwise
 
@@ -1105,8 +1100,6 @@ class Mamba3Block(nn.Module):
 
     def __init__(self, cfg, layer_idx: int = 0) -> None:
         super().__init__()
-        from mamba3lite.models.transformer import ModelConfig  # it imports this module
-
         self.cfg = cfg = ModelConfig.of(cfg)
         self.layer_idx = layer_idx
         heads, width = cfg.n_heads, cfg.n_heads * cfg.head_dim
@@ -1518,6 +1511,14 @@ assert kept_numbers > 10 * (again_numbers + 2 * 100 * 8), "its input, and little
 
 
 # %% tags=["export"]
+import torch
+import torch.nn.functional as F
+from jaxtyping import Complex, Float, Int, Shaped
+from torch import Tensor, nn
+
+from mamba3lite.models.config import ModelConfig
+from mamba3lite.models.mamba_block import Mamba3Block
+
 _TOKENS_AT_ONCE = 2048  # whose logits exist; 412 MB in float32 for the default model
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Complex, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mamba3lite.models.config import ModelConfig
 from mamba3lite.models.mimo import MIMO
 from mamba3lite.models.ssd_complex import KernelUnavailable, ssd_complex_chunkwise
 
@@ -103,8 +104,6 @@ class Mamba3Block(nn.Module):
 
     def __init__(self, cfg, layer_idx: int = 0) -> None:
         super().__init__()
-        from mamba3lite.models.transformer import ModelConfig  # it imports this module
-
         self.cfg = cfg = ModelConfig.of(cfg)
         self.layer_idx = layer_idx
         heads, width = cfg.n_heads, cfg.n_heads * cfg.head_dim

@@ -8,96 +8,18 @@ blocks between an embedding and an output head.
 
 from __future__ import annotations
 
-__all__ = ["ModelConfig", "Mamba3Transformer"]
+__all__ = ["Mamba3Transformer"]
 
 
-# %% notebooks/07_block_and_model.py#the-configuration
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
-
+# %% notebooks/07_block_and_model.py#the-loss-without-the-logits
 import torch
 import torch.nn.functional as F
 from jaxtyping import Complex, Float, Int, Shaped
 from torch import Tensor, nn
 
+from mamba3lite.models.config import ModelConfig
 from mamba3lite.models.mamba_block import Mamba3Block
 
-
-@dataclass
-class ModelConfig:
-    """The shape of a model and how it computes.
-
-    Raises:
-        TypeError: a field that does not exist.
-        ValueError: a value out of range, naming field, value and what is allowed.
-
-    Source: notebook 07, "The configuration".
-    """
-
-    vocab_size: int = 50257
-    d_model: int = 1024
-    n_layers: int = 28
-    n_heads: int = 16
-    head_dim: int = 64
-    state_dim: int = 64
-    chunk_size: int = 64
-    ssd_dispatch: str = "pytorch"
-    ssd_precision: str = "tf32"
-    ffn_dim: int = 2048
-    max_seq_len: int = 2048
-    weight_tying: bool = True
-    rms_norm_eps: float = 1e-5
-    init_std: float = 0.02
-    grad_checkpoint: bool = False
-    batch_invariant: bool = False
-    a_init: str = "decay"
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "strict": True,
-        "allow_inf_nan": False,
-    }
-    _CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "ssd_dispatch": ("pytorch", "triton", "fused"),
-        "ssd_precision": ("ieee", "tf32", "bf16"),
-        "a_init": ("decay", "spectrum"),
-    }
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            self._check(field.name, type(field.default), getattr(self, field.name))
-        if self.state_dim % 2:
-            raise ValueError(f"state_dim is {self.state_dim}; it must be even")
-        if self.batch_invariant and self.ssd_dispatch == "triton":
-            raise ValueError(
-                "batch_invariant is True; it goes with ssd_dispatch 'pytorch' or "
-                "'fused', not 'triton'"
-            )
-
-    def _check(self, name: str, kind: type, value: object) -> None:
-        if name in self._CHOICES:
-            if value not in self._CHOICES[name]:
-                allowed = ", ".join(self._CHOICES[name])
-                raise ValueError(f"{name} is {value!r}; wanted one of {allowed}")
-        elif kind is bool:
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}; wanted True or False")
-        elif kind is int:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; wanted an integer, at least 1")
-        elif isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} is {value!r}; wanted a number above 0")
-        elif not 0 < value < float("inf"):
-            raise ValueError(f"{name} is {value!r}; wanted a finite number above 0")
-
-    @classmethod
-    def of(cls, config: "ModelConfig | Mapping[str, Any]") -> "ModelConfig":
-        """A config as it is, or one built from a mapping of its fields."""
-        return cls(**config) if isinstance(config, Mapping) else config
-
-
-# %% notebooks/07_block_and_model.py#the-loss-without-the-logits
 _TOKENS_AT_ONCE = 2048  # whose logits exist; 412 MB in float32 for the default model
 
 

@@ -1,0 +1,36 @@
+"""How the threads of a computation wait for one another.
+
+OpenMP lets a thread that waits spin, by default for so long that beside another busy
+process most of a processor's time is spent waiting. A short spin costs an idle machine
+nothing and leaves a busy one to those who work. The library reads its settings once,
+when PyTorch loads it: what is set here counts only before that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SPINS = "1000"  # rounds before a thread sleeps; docs/benchmarks/cpu-threads.json
+SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def spin_briefly() -> None:
+    """Let threads sleep after `SPINS` rounds, unless the user has chosen.
+
+    Of use before torch is imported, on systems whose OpenMP is GNU's.
+    """
+    if not any(name in os.environ for name in SETTINGS):
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def how_threads_wait(threads: int) -> str:
+    """One line: how many threads compute, how they wait, how to change either."""
+    chosen = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
+    if sys.platform != "linux" or not chosen:
+        chosen = ["the system's default"]
+    return (
+        f"{threads} threads compute (OMP_NUM_THREADS), which spin briefly and then "
+        f"sleep while they wait ({', '.join(chosen)}; set OMP_WAIT_POLICY or "
+        "GOMP_SPINCOUNT to change it)"
+    )
