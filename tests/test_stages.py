@@ -1,9 +1,13 @@
 """`make check` and `make test` run every stage, time it, and fail loudly."""
 
 import importlib.util
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import LEFT_OUT
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,3 +43,30 @@ def test_all_stages_passing_is_success(stages):
 
 def test_the_whole_test_holds_the_check(stages):
     assert stages.CHECK.items() <= stages.TEST.items()
+
+
+def test_no_module_of_tests_was_left_out(request):
+    assert request.config.stash[LEFT_OUT] == {}, "install the extra dev"
+
+
+def test_a_missing_import_is_a_skip_with_its_name_and_ours_an_error(tmp_path):
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    for name, imports in {
+        "good": "math",
+        "direct": "not_there",
+        "helped": "helper_cases",
+        "ours": "mamba3lite.gone",
+    }.items():
+        text = f"import {imports}\n\ndef test_it():\n    pass\n"
+        (tmp_path / f"test_{name}.py").write_text(text)
+    (tmp_path / "helper_cases.py").write_text("import not_there.either\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    run = subprocess.run([*command, tmp_path], capture_output=True, text=True)
+    assert "test_direct.py needs not_there, which is not installed" in run.stdout
+    assert "test_helped.py needs not_there, which is not installed" in run.stdout
+    assert "No module named 'mamba3lite.gone'" in run.stdout
+    assert "2 skipped, 1 error" in run.stdout
+    (tmp_path / "test_ours.py").unlink()
+    run = subprocess.run([*command, tmp_path], capture_output=True, text=True)
+    assert "1 passed, 2 skipped" in run.stdout
+    assert run.returncode == 0
