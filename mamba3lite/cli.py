@@ -10,6 +10,11 @@ from typing import Annotated
 import typer
 
 import mamba3lite
+from mamba3lite.terminal import (
+    say_that_torch_loads,
+    show_what_streams_can,
+    to_stderr,
+)
 
 app = typer.Typer(
     name="mamba3lite",
@@ -30,6 +35,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """Entry point of the console script."""
+    show_what_streams_can()
     app()
 
 
@@ -62,6 +68,13 @@ def train(
     ] = False,
 ) -> None:
     """Train a model; a run that was stopped continues."""
+    from mamba3lite.data import DataError
+    from mamba3lite.training.arguments import checked_run
+    from mamba3lite.training.config import ConfigError
+
+    with one_line_errors("train", ConfigError, DataError):
+        checked_run(config, overrides, resume)
+    say_that_torch_loads()
     from mamba3lite.training.pretrain import run_training
 
     code = run_training(config, overrides, resume=resume, dry_run=dry_run)
@@ -135,10 +148,13 @@ def verify(
 def info(config: Config = "tiny", overrides: Overrides = []) -> None:  # noqa: B006
     """Show sizes: parameters, tokens, memory and disk, derived from shapes."""
     from mamba3lite.training.config import ConfigError, load_config
-    from mamba3lite.training.estimate import describe
 
     with one_line_errors("info", ConfigError):
-        typer.echo(describe(load_config(config, overrides)))
+        checked = load_config(config, overrides)
+        say_that_torch_loads()
+        from mamba3lite.training.estimate import describe
+
+        typer.echo(describe(checked))
 
 
 @app.command()
@@ -344,11 +360,6 @@ def load_for_generation(
     model = Mamba3Transformer(fields)
     load_model(folder, model)
     return model.to(device).eval(), load_tokenizer(state["data"]["tokenizer"])
-
-
-def to_stderr(text: str) -> None:
-    """Print a note where it does not mix with the output."""
-    typer.echo(text, err=True)
 
 
 @contextmanager

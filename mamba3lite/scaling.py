@@ -31,8 +31,7 @@ import torch
 import typer
 
 from mamba3lite.bench import FORMAT, this_machine, versions
-from mamba3lite.data import DataError
-from mamba3lite.data.corpora import is_named, source_parts
+from mamba3lite.data.corpora import require_source
 from mamba3lite.data.prepare import prepare
 from mamba3lite.training.config import ConfigError, load_config
 from mamba3lite.training.metrics import read_metrics
@@ -709,9 +708,7 @@ def main(
         wanted = tuple(sorted({int(word) for word in words} | {1}))
         for name in (config, small):
             load_config(name)
-        for part in source_parts(source):
-            if not is_named(part) and not Path(part).exists():
-                raise DataError(f"source: {part} is neither there nor a known name")
+        require_source(source)
     except (ValueError, ConfigError) as error:  # a DataError is the former
         raise typer.BadParameter(str(error)) from None
     if json_file and json_file.exists():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def printable(text: str) -> str:
@@ -16,6 +17,11 @@ def printable(text: str) -> str:
     rename the window or answer for the keyboard.
     """
     return "".join(z if _harmless(z) else _spelled(z) for z in text)
+
+
+def one_line(text: str) -> str:
+    """The text as `printable`, its line ends and tabs spelled out too."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _harmless(character: str) -> bool:
@@ -40,18 +46,35 @@ def show_what_streams_can() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def to_stderr(text: str) -> None:
+    """Print one line where it does not mix with the output, whatever it quotes."""
+    if sys.stderr is not None:
+        print(one_line(text), file=sys.stderr, flush=True)
+
+
+def say_that_torch_loads() -> None:
+    """Say on a terminal why nothing happens for some seconds."""
+    if _is_terminal(sys.stderr) and "torch" not in sys.modules:
+        to_stderr("Loading PyTorch ...")
+
+
 def can_redraw(stream: TextIO) -> bool:
     """Whether a progress bar can be redrawn: a terminal, and not a dumb one.
 
     FORCE_COLOR makes no terminal of a file.
     """
+    return _is_terminal(stream) and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
     try:
-        terminal = stream.isatty()
+        return stream.isatty()
     except (AttributeError, ValueError):  # no stream at all, or a closed one
         return False
-    return terminal and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def console_on(stream: TextIO) -> Console:
     """A console whose `is_terminal` says whether a bar can be redrawn there."""
+    from rich.console import Console  # help does not wait for it
+
     return Console(file=stream, force_terminal=can_redraw(stream))

@@ -1,5 +1,6 @@
 """The command line: every command, its output, and one line for each mistake."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,43 @@ def test_help_and_version_do_not_wait_for_torch():
     assert invoke("--version").stdout == f"mamba3lite {mamba3lite.__version__}\n"
     for command in ("train", "prepare", "info", "plot", "generate"):
         assert invoke(command, "--help").exit_code == 0
+
+
+# A door, what is typed, the exit code, and how the line begins.
+SLIPS = [
+    ("cli train", "--config tinny", 2, "mamba3lite train: --config tinny: no such "),
+    ("cli train", "--set training.learnin_rate=1", 2, "mamba3lite train: --set: "),
+    ("cli train", "--set training.lr=fast", 2, "mamba3lite train: --set: training.lr"),
+    ("cli train", "--set model.vocab_size=300", 2, "mamba3lite train: model.vocab_s"),
+    ("cli train", "--set data.source=gone", 2, "mamba3lite train: source: got 'gone'"),
+    ("cli train", "--resume sometimes", 2, "mamba3lite train: --resume sometimes: "),
+    ("training.pretrain", "--config tinny", 2, "python -m mamba3lite.training.pretrain"
+     ": --config tinny: no such "),
+    ("training.pretrain", "--data-path gone", 2, "python -m mamba3lite.training."
+     "pretrain: data.train_data_path: gone does not exist"),
+    ("training.pretrain", "--resume later", 2, "python -m mamba3lite.training."
+     "pretrain: --resume later: later is no checkpoint (auto, never, must, a step "),
+    ("cli info", "--config tinny", 2, "mamba3lite info: --config tinny: no such "),
+    ("cli info", "--set model.d_model=0", 2, "mamba3lite info: --set: model.d_model "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("door", "typed", "code", "line"), SLIPS)
+def test_a_slip_is_answered_before_torch_loads(tmp_path, door, typed, code, line):
+    used = processor_time_of_children()
+    done = subprocess.run(
+        [sys.executable, "-m", *f"mamba3lite.{door} {typed}".split()],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    used = processor_time_of_children() - used
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
+    assert used < 1, f"{used:.2f} s of processor time"
+
+
+def processor_time_of_children() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 # --------------------------------------------------------------------------------------

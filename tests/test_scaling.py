@@ -172,7 +172,7 @@ def test_a_part_that_breaks_takes_no_other_with_it(tmp_path, monkeypatch):
     [
         (["--gpus", "1,two"], "two"),
         (["--config", "gone.yaml"], "gone.yaml"),
-        (["--source", "stdlib+gone"], "gone is neither there nor a known name"),
+        (["--source", "stdlib+gone"], "source: got 'gone', wanted stdlib, "),
         (["--json", "there.json"], "there.json exists"),
         (
             ["--only", "1 GPU", "--only", "xyz"],

