@@ -19,73 +19,33 @@ from mamba3lite.models.decode import (
     recurrent_prefill,
     recurrent_step,
 )
+from mamba3lite.sampling import (
+    MODE_NAMES,
+    Sampling,
+    check,
+    check_lengths,
+    check_prompt,
+    check_seeds,
+    integer,
+)
+from mamba3lite.sampling import OptionError as OptionError
+from mamba3lite.seeds import seeded
 
 # How a mode remembers and goes on: its cache, its prefill and its step.
-MODES = {
-    "recurrent": (RecurrentCache, recurrent_prefill, recurrent_step),
-    "exact": (ExactCache, exact_prefill, exact_step),
-}
-
-
-class OptionError(ValueError):
-    """A sampling option outside its range: one line."""
+MODES = dict(
+    zip(
+        MODE_NAMES,
+        (
+            (RecurrentCache, recurrent_prefill, recurrent_step),
+            (ExactCache, exact_prefill, exact_step),
+        ),
+        strict=True,
+    )
+)
 
 
 class LogitsError(ValueError):
     """A model whose logits are not finite: one line."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen.
-
-    Tokens outside the top_k likeliest are dropped, then those beyond the smallest set
-    that holds a share top_p of what is left; the likeliest always stays. Equal logits
-    are ordered by id.
-
-    Args: temperature: 0 takes the likeliest token. top_k: 0 keeps all. top_p: 1 keeps
-    all.
-    Raises: OptionError naming the option, what was got and what is allowed.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 0.95
-
-    def __post_init__(self) -> None:
-        finite = 0 <= self.temperature < float("inf")
-        check("temperature", self.temperature, finite, "at least 0, and finite")
-        check("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all)")
-        inside = 0 < self.top_p <= 1
-        check("top_p", self.top_p, inside, "above 0 and at most 1")
-
-
-def check(name: str, value: object, allowed: bool, wanted: str) -> None:
-    """Refuse an option.
-
-    Raises: OptionError naming the option, what was got and what is allowed.
-    """
-    if not allowed:
-        raise OptionError(f"{name}: got {value!r}, should be {wanted}")
-
-
-def check_lengths(max_new_tokens: int, seeds: Sequence[int]) -> None:
-    """Refuse a length or a seed outside its range.
-
-    Raises: OptionError naming the option, what was got and what is allowed.
-    """
-    allowed = 1 <= max_new_tokens < 2**31
-    check("max_new_tokens", max_new_tokens, allowed, "between 1 and 2**31 - 1")
-    check_seeds(seeds)
-
-
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Refuse a seed outside its range.
-
-    Raises: OptionError naming the option, what was got and what is allowed.
-    """
-    for seed in seeds:
-        check("seed", seed, 0 <= seed < 2**63, "between 0 and 2**63 - 1")
 
 
 # --------------------------------------------------------------------------------------
@@ -160,7 +120,7 @@ class Chances:
 
     def start(self, seeds: Sequence[int]) -> None:
         """Begin the streams of these seeds."""
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.generators = [seeded(seed) for seed in seeds]
 
     def draw(self) -> None:
         """Draw the next numbers of every stream, `at_once` of each."""
@@ -214,13 +174,14 @@ def stream(
     Args: prompt: token ids; an empty one starts from EOS, which opens a document.
     temperature, top_k, top_p: as in `Sampling`. seed: of random numbers of its own.
     stop: polled before each token.
-    Raises: OptionError, as `Sampling` and `check_lengths` do; LogitsError.
+    Raises: as `Sampling`, `check_lengths` and `check_prompt` do; LogitsError.
     """
     sampling = Sampling(temperature, top_k, top_p)
     check_lengths(max_new_tokens, [seed])
+    prompt = check_prompt(1, prompt, eos_id, model.cfg.vocab_size)
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt) or [eos_id]], device=device)
+    generator = seeded(seed)
+    tokens = torch.tensor([prompt], device=device)
     with evaluating(model):
         states = None
         for _ in range(max_new_tokens):
@@ -287,7 +248,7 @@ class Decoder:
     prefill_tokens = 4096  # of each prompt at once
 
     def __init__(self, model: nn.Module, lanes: int = 64, mode: str = "recurrent"):
-        check("lanes", lanes, lanes >= 1, "at least 1")
+        check("lanes", lanes, integer("lanes", lanes) >= 1, "at least 1")
         check("mode", mode, mode in MODES, " or ".join(MODES))
         cache_of, self._prefill_piece, self._step = MODES[mode]
         self.model, self.lanes = model, lanes
@@ -341,7 +302,8 @@ class Decoder:
         starts from EOS. seeds: one for each prompt; its random numbers follow from it
         alone. temperature, top_k, top_p: as in `Sampling`.
         Raises: OptionError naming the option, what was got and what is allowed;
-        LogitsError; ValueError for a token the model does not know; RuntimeError once
+        LogitsError; ValueError for a token the model does not know; TypeError for a
+        token, seed or number that is no integer; RuntimeError once
         a newer stream of this decoder has been asked for a token.
         """
         sampling = Sampling(temperature, top_k, top_p)
@@ -375,14 +337,10 @@ class Decoder:
         """The prompts as lists, EOS for an empty one, once all can be decoded."""
         count, vocab = len(prompts), self.model.cfg.vocab_size
         check("seeds", len(seeds), len(seeds) == count, f"{count}, one a prompt")
-        prompts = [list(prompt) or [eos_id] for prompt in prompts]
-        for number, prompt in enumerate(prompts, 1):
-            for bad in (min(prompt), max(prompt)):
-                if not 0 <= bad < vocab:
-                    raise ValueError(
-                        f"prompt {number} holds the id {bad}; wanted 0 to {vocab - 1}"
-                    )
-        return prompts
+        return [
+            check_prompt(number, prompt, eos_id, vocab)
+            for number, prompt in enumerate(prompts, 1)
+        ]
 
     def _choices(self, lanes, advance, prompts, sampling, max_new_tokens):
         """The device's tokens of every round; the caller may be rounds behind."""
@@ -514,6 +472,7 @@ def texts(
     Args: num_samples: texts for each prompt; number n has the seed seed + n - 1, and so
     a text depends on its prompt and its seed alone. options: as `Decoder.stream`.
     """
+    check_seeds([seed, seed + integer("num_samples", num_samples) - 1])
     ids = [tokenizer.encode_bytes(prompt).tolist() for prompt in prompts]
     wanted = [(p, s) for p in range(len(prompts)) for s in range(num_samples)]
     for first in range(0, len(wanted), decoder.lanes):

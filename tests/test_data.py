@@ -106,6 +106,12 @@ def test_ids_outside_the_vocabulary_are_refused(ids):
         TOKENIZER.decode_bytes(ids)
 
 
+@pytest.mark.parametrize("ids", [[65.0], [65, 66.5], [True], np.array([1.5])])
+def test_ids_that_are_no_integers_are_refused(ids):
+    with pytest.raises(TypeError, match=r"^ids: got (float64|bool), wanted integers$"):
+        TOKENIZER.decode_bytes(ids)
+
+
 def test_unknown_tokenizer_names_what_is_allowed():
     assert load_tokenizer("byte").vocab_size == 257
     with pytest.raises(ValueError, match="'bytes', allowed are 'byte' and 'gpt2'"):

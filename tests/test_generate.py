@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from trainer_cases import tiny_model
@@ -89,6 +90,14 @@ def test_a_seed_decides_and_other_random_numbers_do_not(run):
     assert run(model, [65], seed=1, **options) == first
     assert run(model, [65], seed=2, **options) != first
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@both_ways
+def test_seeds_that_share_their_low_bits_give_other_texts(run):
+    model = tiny_model()
+    options = {"eos_id": EOS, "max_new_tokens": 20, "temperature": 1.5, "top_p": 1}
+    seeds = (0, 2**32, 2**33, 2**62)
+    assert len({tuple(run(model, [65], seed=seed, **options)) for seed in seeds}) == 4
 
 
 def test_both_ways_choose_alike():
@@ -245,6 +254,50 @@ def test_what_a_decoder_refuses(call, line):
     with pytest.raises(OptionError) as error:
         call(tiny_model())
     assert str(error.value) == line
+
+
+NO_INTEGERS = [1.5, 2.0, True, torch.tensor(1.5), torch.tensor(True), np.float32(2)]
+ONE_BY_ONE = {"temperature": 0, "max_new_tokens": 3}
+
+
+@both_ways
+@pytest.mark.parametrize("bad", NO_INTEGERS)
+def test_an_id_that_is_no_integer_is_a_type_error(run, bad):
+    with pytest.raises(TypeError, match=r"^an id of prompt 1: got .*, should be an in"):
+        run(tiny_model(), [65, bad], eos_id=EOS)
+
+
+@both_ways
+@pytest.mark.parametrize("option", ["seed", "max_new_tokens", "top_k"])
+@pytest.mark.parametrize("bad", NO_INTEGERS)
+def test_a_count_or_seed_that_is_no_integer_is_a_type_error(run, option, bad):
+    with pytest.raises(TypeError, match=rf"^{option}: got .*, should be an integer$"):
+        run(tiny_model(), [65], eos_id=EOS, **{option: bad})
+
+
+@both_ways
+@pytest.mark.parametrize("option", ["temperature", "top_p"])
+def test_a_share_that_is_no_number_is_a_type_error(run, option):
+    with pytest.raises(TypeError, match=rf"^{option}: got True, should be a number$"):
+        run(tiny_model(), [65], eos_id=EOS, **{option: True})
+
+
+@both_ways
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple])
+def test_a_prompt_may_be_a_tensor_of_integers(run, kind):
+    model = tiny_model()
+    got = run(model, kind([65, 66]), eos_id=EOS, **ONE_BY_ONE)
+    assert got == run(model, [65, 66], eos_id=EOS, **ONE_BY_ONE)
+    with pytest.raises(TypeError, match=r"^an id of prompt 1: got 1\.5, should be"):
+        run(model, kind([1.5, 2.0]), eos_id=EOS)
+
+
+def test_the_number_of_lanes_and_of_samples_are_integers():
+    with pytest.raises(TypeError, match=r"^lanes: got 1\.5, should be an integer$"):
+        Decoder(tiny_model(), 1.5)
+    decoder = Decoder(tiny_model(), 1)
+    with pytest.raises(TypeError, match=r"^num_samples: got 2\.0, should be"):
+        next(texts(decoder, ByteTokenizer(), [b""], num_samples=2.0))
 
 
 @pytest.mark.parametrize("bad", [-1, 257])

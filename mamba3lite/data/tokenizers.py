@@ -156,8 +156,14 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
 
 
 def _known_ids(ids, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids as int64 without EOS; ValueError for one outside the vocabulary."""
-    ids = np.asarray(ids, dtype=np.int64)
+    """The ids as int64 without EOS; ValueError for one outside the vocabulary.
+
+    Raises: TypeError for ids that are no integers.
+    """
+    ids = np.asarray(ids)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"ids: got {ids.dtype}, wanted integers")
+    ids = ids.astype(np.int64)
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise ValueError(
             f"ids: got values from {ids.min()} to {ids.max()}, "

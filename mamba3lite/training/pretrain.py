@@ -35,6 +35,7 @@ from mamba3lite.data.shards import load_index
 from mamba3lite.generate import stream
 from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
+from mamba3lite.seeds import seeded
 from mamba3lite.terminal import show_what_streams_can, to_stderr
 from mamba3lite.training.arguments import (
     checked_run,
@@ -378,6 +379,7 @@ class Pretrainer:
         _enforce_triton_env_var(fields, self.display.line)
         take_usable_dispatch(fields, self.device, self.display.line)
         torch.manual_seed(training.seed)
+        seeded(training.seed, torch.default_generator)
         self.model = Mamba3Transformer(fields)
         # Checkpoints, evaluation and samples use the raw model.
         self.step_model = self.ranks.spread(self.model, training, self.bf16)
