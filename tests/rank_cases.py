@@ -75,7 +75,8 @@ class Noted(Pretrainer):
     """Notes which windows each step of this rank reads, one line a batch."""
 
     def batches(self, position):
-        rows = self.train_data.batch(position, self.rows, self.config.global_rows)[3]
+        share = (self.rows, self.config.global_rows, self.shift)
+        rows = self.train_data.batch(position, *share)[3]
         with (self.run_dir / f"windows_{self.rows.start}.txt").open("a") as file:
             file.write(f"{position}: {rows.tolist()}\n")
         return super().batches(position)

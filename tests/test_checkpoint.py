@@ -80,7 +80,7 @@ def test_every_bit_comes_back(tmp_path, tied):
     load_model(path, other)
     load_optimizer(path, other, restored)
     assert path.name == "step_00000002"
-    assert read_state(path) == {"format": 1, "step": 2, "note": "x"}
+    assert read_state(path) == {"format": 2, "step": 2, "note": "x"}
     assert_same_bits(model.state_dict(), other.state_dict())
     for name, parameter in model.named_parameters():
         twin = other.get_parameter(name)
@@ -193,8 +193,9 @@ def test_the_reason_names_the_file(three):
 
 def test_a_future_format_is_refused(three):
     path = three / "step_00000003" / MANIFEST
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    told = "has format 3, this version reads 1 and 2"
+    with pytest.raises(CheckpointError, match=told):
         verify_checkpoint(path.parent)
 
 

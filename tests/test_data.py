@@ -830,6 +830,16 @@ def test_batches_that_do_not_exist_are_refused(prepared, position, rows, message
         PretrainDataset(prepared, 16, 0).batch(position, rows, 4)
 
 
+def test_a_shifted_batch_begins_where_smaller_or_larger_ones_ended(prepared):
+    data = PretrainDataset(prepared, 16, 0)
+    order = data.batch(0, range(24), 24)[3].tolist()
+    # Three batches of 4 rows, then the batches 3 and 4 of 6: 12 = shift + 3 * 6.
+    after = [data.batch(p, range(6), 6, shift=-6)[3].tolist() for p in (3, 4)]
+    assert after == [order[12:18], order[18:24]]
+    with pytest.raises(ValueError, match=r"position: got 0 \(shift -6\)"):
+        data.batch(0, range(6), 6, shift=-6)
+
+
 # Documents and evaluation
 
 

@@ -1,5 +1,7 @@
 """Faults 12, 16 and 17: another configuration, steps that are not finite, spikes."""
 
+import hashlib
+import json
 import os
 import signal
 
@@ -35,7 +37,7 @@ from mamba3lite.training.checkpoint import (
 )
 from mamba3lite.training.config import check_config
 from mamba3lite.training.pretrain import Pretrainer
-from mamba3lite.training.recovery import LossHistory, TrainingFailed
+from mamba3lite.training.recovery import LossHistory, RunError, TrainingFailed
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +116,144 @@ def test_fault_12_learning_rate_and_budget_are_allowed_and_told(
     assert run.optimizer.param_groups[0]["lr"] > 1e-2
 
 
+class Windows(StopsAfter):
+    """Notes the numbers of the windows of each batch, and its learning rate."""
+
+    def batches(self, position):
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        share = (self.rows, self.config.global_rows, self.shift)
+        self.seen += self.train_data.batch(position, *share)[3].tolist()
+        return super().batches(position)
+
+
+def in_pieces(prepared, folder, pieces, kind=Windows) -> Pretrainer:
+    """A run that goes on with other settings after each step that is named."""
+    seen, rates = [], []
+    for at_step, training in pieces:
+        run = new_run(run_config(prepared, folder, **training), kind)
+        run.at_step, run.seen, run.rates = at_step, seen, rates
+        run.run()
+    return run
+
+
+def first_windows(run: Pretrainer, count: int) -> list[int]:
+    """The first windows of the order of the data, read as one batch."""
+    return run.train_data.batch(0, range(count), count)[3].tolist()
+
+
+TOKENS = {"total_steps": None, "warmup_steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("after", "steps"),
+    [
+        ({"micro_batch_size": 8}, 4 + 2),
+        ({"micro_batch_size": 2}, 4 + 8),
+        ({"gradient_accumulation_steps": 4}, 4 + 1),
+        ({"micro_batch_size": 3}, 4 + 6),  # 18 rows for the 16 that are left
+    ],
+)
+def test_fault_12_another_batch_reads_each_window_once(
+    prepared, tmp_path, after, steps
+):
+    """Rows of a step may change: no window twice, none left out, all tokens trained."""
+    budget = TOKENS | {"total_tokens": 32 * 32}
+    run = in_pieces(prepared, tmp_path, [(4, budget), (None, budget | after)])
+    read = 16 + (steps - 4) * run.config.global_rows
+    assert run.seen == first_windows(run, read) and len(set(run.seen)) == read
+    assert (run.step, run.total_steps, run.tokens) == (steps, steps, read * 32)
+    assert set(losses(tmp_path)) == set(range(1, steps + 1))
+    state = read_state(list_checkpoints(tmp_path / "checkpoints")[-1])
+    assert (state["windows"], state["tokens"]) == (read, read * 32)
+    assert run.rates[-1] == pytest.approx(1e-2 * 0.05), "the schedule ends as well"
+    again = new_run(run.config)
+    assert again.run() is True and again.step == steps, "and so it is finished"
+
+
+def test_fault_12_the_schedule_of_tokens_goes_by_tokens(prepared, tmp_path):
+    budget = TOKENS | {"total_tokens": 32 * 32}
+    larger = budget | {"micro_batch_size": 8}
+    run = in_pieces(prepared, tmp_path / "run", [(4, budget), (None, larger)])
+    rates = [
+        in_pieces(prepared, tmp_path / name, [(None, settings)]).rates
+        for name, settings in (("small", budget), ("large", larger))
+    ]
+    assert run.rates == rates[0][:4] + rates[1][2:]
+
+
+def test_fault_12_skipped_batches_are_windows_behind(prepared, tmp_path):
+    kind = type("Run", (Poisoned, Windows), {"what": "gradient", "bad": (1, 2)})
+    pieces = [(4, {}), (6, {"micro_batch_size": 8}), (None, {"micro_batch_size": 2})]
+    run = in_pieces(prepared, tmp_path, pieces, kind)
+    read = (4 + 2) * 4 + 2 * 8 + 2 * 2
+    assert (run.step, run.skipped, run.windows) == (8, 2, read)
+    assert run.seen == first_windows(run, read)
+
+
+def test_fault_12_a_rollback_behind_another_batch_goes_on_past_it(prepared, tmp_path):
+    settings = {"nan_guard_max_consecutive": 2, "save_interval": 100}
+    kind = type("Run", (Poisoned, Windows), {"what": "gradient", "bad": (4, 5)})
+    pieces = [(3, settings), (None, settings | {"micro_batch_size": 8})]
+    run = in_pieces(prepared, tmp_path, pieces, kind)
+    # Steps 1 to 3, one more of 8 rows, two bad ones; back to step 3, five steps on.
+    assert (run.step, run.skipped, run.guard.rollbacks) == (8, 3, 1)
+    read = 3 * 4 + (1 + 2 + 5) * 8
+    assert run.windows == read and run.seen == first_windows(run, read)
+    assert run.tokens == (3 * 4 + 5 * 8) * 32
+
+
+def as_format_1(folder) -> None:
+    """Rewrite a checkpoint as the first version of the format had it."""
+    state = json.loads((folder / "state.json").read_text()) | {"format": 1}
+    del state["windows"]
+    state["position"] = state["step"] + state["skipped"]
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"format": 1}
+    data = (folder / "state.json").read_bytes()
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest["files"]["state.json"] = entry
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_fault_12_a_checkpoint_that_counts_batches_is_read(prepared, tmp_path):
+    """Its windows are those of as many batches of the size that it was saved with."""
+    in_pieces(prepared, tmp_path, [(4, {})])
+    as_format_1(list_checkpoints(tmp_path / "checkpoints")[-1])
+    run = in_pieces(prepared, tmp_path, [(None, {"micro_batch_size": 8})])
+    assert run.seen == first_windows(run, 16 + 4 * 8)[16:]
+
+
+@pytest.mark.parametrize("section", ["model", "training"])
+def test_fault_12_windows_that_would_be_cut_or_ordered_anew_are_refused(
+    stopped, prepared, tmp_path, section
+):
+    folder = copy_of(stopped, tmp_path / "run")
+    raw = raw_config(prepared, folder)
+    change = {"model": {"max_seq_len": 16}, "training": {"seed": 5}}[section]
+    raw[section] |= change
+    before = saved_bytes(folder)
+    with pytest.raises(CheckpointError) as error:
+        new_run(check_config(raw, "test")).run()
+    told = {"model": "model.max_seq_len: 32 -> 16", "training": "training.seed: 0 -> 5"}
+    assert str(error.value) == (
+        f"{folder / 'checkpoints' / 'step_00000005'}: has read 20 windows of another "
+        f"length or order ({told[section]}), so text would be read twice or never; set "
+        "it back, or start a new training.save_dir"
+    )
+    assert saved_bytes(folder) == before
+
+
+def test_fault_12_fewer_tokens_than_a_run_has_are_refused(prepared, tmp_path):
+    budget = TOKENS | {"total_tokens": 32 * 32}
+    in_pieces(prepared, tmp_path, [(6, budget)])
+    shorter = run_config(prepared, tmp_path, **budget | {"total_tokens": 5 * 128})
+    with pytest.raises(RunError, match="at token 768, but the run asked for has 640"):
+        new_run(shorter).run()
+    reached = run_config(prepared, tmp_path, **budget | {"total_tokens": 6 * 128 - 5})
+    run = new_run(reached)
+    assert run.run() is True and run.step == 6, "its last step went beyond it"
+
+
 # --------------------------------------------------------------------------------------
 # 16: steps that are not finite
 
@@ -189,7 +329,7 @@ def test_fault_16_a_bad_step_is_passed_by_and_recorded(prepared, tmp_path, what)
     assert [(row["step"], row["skipped"]) for row in rows] == [(2, 1), (2, 2)]
     assert {row["problem"] for row in rows} == {REASONS[what]}
     newest = read_state(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
-    assert (newest["step"], newest["position"]) == (8, 10)
+    assert (newest["step"], newest["windows"]) == (8, 10 * 4)
     wanted = oracle(prepared, tmp_path / "other", lambda p: p if p < 2 else p + 2)
     assert_same_bits(results(run), results(wanted))
 
@@ -213,7 +353,7 @@ def test_fault_16_many_in_a_row_roll_back_and_skip_past(prepared, tmp_path, what
     wanted = oracle(prepared, tmp_path / "other", lambda p: p if p < 3 else p + 5)
     assert_same_bits(results(run), results(wanted))
     state = read_state(list_checkpoints(run.run_dir / "checkpoints")[-1])
-    assert (state["position"], state["rollbacks"]) == (13, 1)
+    assert (state["windows"], state["rollbacks"]) == (13 * 4, 1)
 
 
 def test_fault_16_a_run_without_a_save_rolls_back_to_its_beginning(prepared, tmp_path):

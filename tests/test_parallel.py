@@ -191,7 +191,7 @@ def test_rank_0_alone_writes_and_writes_what_one_process_writes(alone, together,
     samples = [(f / "samples.txt").read_text() for f in (together[kind], alone)]
     assert samples[0] == samples[1] and samples[0].count("=====") == 6
     state = read_state(list_checkpoints(together[kind] / "checkpoints")[-1])
-    assert (state["step"], state["position"], state["world_size"]) == (6, 6, 2)
+    assert (state["step"], state["windows"], state["world_size"]) == (6, 6 * 4, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

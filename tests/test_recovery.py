@@ -90,7 +90,7 @@ def test_state_says_what_a_run_was(prepared, tmp_path):
     run = new_run(run_config(prepared, tmp_path), StopsAfter)
     run.run()
     state = read_state(list_checkpoints(tmp_path / "checkpoints")[-1])
-    assert (state["step"], state["skipped"], state["position"]) == (5, 0, 5)
+    assert (state["step"], state["skipped"], state["windows"]) == (5, 0, 5 * 4)
     assert state["world_size"] == 1
     assert state["config"] == run.config.model_dump(mode="json")
     assert state["data"]["fingerprint"] == run.train_data.fingerprint
@@ -148,7 +148,7 @@ def test_a_run_begins_with_a_checkpoint(prepared, tmp_path):
     first = tmp_path / "checkpoints" / "step_00000000"
     assert kept_steps(run) == [0, 1]
     state = read_state(first)
-    assert (state["step"], state["position"], state["losses"]) == (0, 0, [])
+    assert (state["step"], state["windows"], state["losses"]) == (0, 0, [])
     assert state["validation"] is None and state["rollbacks"] == 0
     again = new_run(run_config(prepared, tmp_path, seed=5))
     again.restore(first)

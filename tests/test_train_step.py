@@ -22,8 +22,10 @@ from mamba3lite.training.optim import (
     MAX_REAL_A,
     build_optimizer,
     learning_rate,
+    next_learning_rate,
     parameter_groups,
     project_decay_rates,
+    steps_in_all,
 )
 from mamba3lite.training.pretrain import (
     count_parameters,
@@ -286,6 +288,23 @@ def test_schedule_without_a_cosine_or_without_a_warm_up(warmup):
     lr = [learning_rate(step, 5, training) for step in range(1, 6)]
     assert all(0 < value <= 1 for value in lr)
     assert lr[-1] == pytest.approx(1.0 if warmup else training.min_lr_ratio)
+
+
+def test_a_budget_of_tokens_by_hand(prepared, tmp_path):
+    tokens = {"total_steps": None, "total_tokens": 1000, "micro_batch_size": 4}
+    config = run_config(prepared, tmp_path, **tokens)  # 128 tokens a step
+    assert [steps_in_all(config, n, n * 128) for n in range(9)] == [8] * 9
+    # 3 steps of 64 are behind: 808 tokens are left, 7 steps of 128.
+    assert steps_in_all(config, 3, 192) == 10
+    assert steps_in_all(config, 12, 1001) == 12, "nothing is left"
+    rates = [next_learning_rate(config, 3, behind) for behind in (192, 256, 999)]
+    wanted = [learning_rate(step, 8, config.training) for step in (3, 3, 9)]
+    assert rates == wanted, "2 steps of 128, the second begun or done; all of them"
+    by_steps = run_config(prepared, tmp_path, total_steps=8)
+    assert steps_in_all(by_steps, 3, 10**6) == 8
+    assert next_learning_rate(by_steps, 3, 10**6) == learning_rate(
+        4, 8, by_steps.training
+    )
 
 
 # --------------------------------------------------------------------------------------

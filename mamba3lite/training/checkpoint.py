@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)  # format 1 counts batches, not windows
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 MANIFEST = "manifest.json"
 FILES = (MODEL, OPTIMIZER, STATE)
@@ -182,10 +183,10 @@ def verify_checkpoint(path: Path) -> None:
     Raises: CheckpointError naming folder and fault.
     """
     manifest = _read_json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         raise CheckpointError(
             f"{path}: {MANIFEST} has format {manifest.get('format')!r}, this version "
-            f"reads {FORMAT}"
+            f"reads {' and '.join(map(str, READABLE))}"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or set(files) != set(FILES):
@@ -259,7 +260,7 @@ def find_checkpoint(path: Path, log: Callable[[str], None]) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint: step, position, config, versions and so on."""
+    """The JSON state of a checkpoint: step, windows, config, versions and so on."""
     return _read_json(path / STATE)
 
 

@@ -106,21 +106,29 @@ class PretrainDataset:
             )
 
     def batch(
-        self, position: int, rows: range | Sequence[int], global_rows: int
+        self,
+        position: int,
+        rows: range | Sequence[int],
+        global_rows: int,
+        shift: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Some rows of one global batch, for training.
 
-        Row r of batch p is sample g = p * global_rows + r of an endless sequence;
-        epoch g // n_windows visits each window once, in an order of its own.
+        Row r of batch p is sample g = shift + p * global_rows + r of an endless
+        sequence; epoch g // n_windows visits each window once, in an order of its own.
 
         Args: position: number of the batch, from 0; rows: which of its rows, each
-        below global_rows, at least one.
+        below global_rows, at least one; shift: where batch 0 would begin, in windows
+        and maybe below 0, had every batch been of global_rows rows.
         Returns: tokens, targets, doc_ids (R, T) and window_ids (R,), all int64.
         Raises: ValueError for a position or row that does not exist.
         """
         rows = np.asarray(rows, dtype=np.int64)
-        if position < 0:
-            raise ValueError(f"position: got {position}, wanted 0 or more")
+        start = shift + position * global_rows
+        if position < 0 or start < 0:
+            raise ValueError(
+                f"position: got {position} (shift {shift}), wanted 0 or more"
+            )
         if not rows.size or rows.min() < 0 or rows.max() >= global_rows:
             raise ValueError(
                 f"rows: got {rows.tolist()}, wanted some of 0 to {global_rows - 1}"
@@ -130,7 +138,7 @@ class PretrainDataset:
                 f"{self.split}: {self.n_tokens:,} tokens hold no whole window of "
                 f"{self.seq_len} and a target"
             )
-        samples = position * global_rows + rows
+        samples = start + rows
         epochs, places = np.divmod(samples, self.n_windows)
         windows = permuted(places, self.n_windows, self.seed, epochs)
         return *self._windows(windows), torch.from_numpy(windows)

@@ -271,6 +271,11 @@ class Display:
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
+    def expect(self, total_steps: int) -> None:
+        """Count up to another number of steps."""
+        self.total_steps = total_steps
+        self.bar.update(self.task, total=total_steps)
+
     def line(self, text: str) -> None:
         """Print text that stays, above the bar if there is one.
 

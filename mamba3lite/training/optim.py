@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mamba3lite.training.config import TrainingConfig
+from mamba3lite.training.config import RunConfig, TrainingConfig
 
 MAX_REAL_A = -1e-4
 
@@ -79,6 +79,29 @@ def learning_rate(step: int, total_steps: int, training: TrainingConfig) -> floa
         progress = (step - warmup) / max(1, total_steps - warmup)
         left = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return training.lr * (floor + (1 - floor) * left)
+
+
+def steps_in_all(config: RunConfig, step: int, tokens: int) -> int:
+    """Steps of a run that has behind it ``step`` of them, on ``tokens`` tokens.
+
+    A budget in tokens leaves what its remaining tokens need, however large the steps
+    behind were: they may have had other settings.
+    """
+    budget = config.training.total_tokens
+    if budget is None:
+        return config.total_steps
+    return step + math.ceil(max(0, budget - tokens) / config.tokens_per_step)
+
+
+def next_learning_rate(config: RunConfig, step: int, tokens: int) -> float:
+    """Learning rate of the step after ``step`` steps on ``tokens`` tokens.
+
+    A budget in tokens is scheduled by tokens: the rate is that of a run which had the
+    present settings from its start, after as many tokens.
+    """
+    if config.training.total_tokens is not None:
+        step = math.ceil(tokens / config.tokens_per_step)
+    return learning_rate(step + 1, config.total_steps, config.training)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

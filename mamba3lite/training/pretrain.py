@@ -85,9 +85,10 @@ from mamba3lite.training.metrics import (
 )
 from mamba3lite.training.optim import (
     build_optimizer,
-    learning_rate,
+    next_learning_rate,
     project_decay_rates,
     set_learning_rate,
+    steps_in_all,
 )
 from mamba3lite.training.parallel import (
     ALONE,
@@ -112,8 +113,10 @@ from mamba3lite.training.recovery import (
     no_run_folder,
     require_run_folder,
     require_space,
+    rows_in_step,
     set_newer_aside,
     set_record_aside,
+    windows_behind,
 )
 from mamba3lite.training.trackers import Trackers
 
@@ -335,7 +338,7 @@ class Pretrainer:
         self.ranks.together(self._open_data)
         self._refuse_different_data()
         self._build_model()
-        self.step = self.skipped = self.tokens = 0
+        self.step = self.skipped = self.tokens = self.shift = 0
         self.saved_step: int | None = None
         self.validation: dict[str, Any] | None = None
         training = config.training
@@ -388,7 +391,12 @@ class Pretrainer:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.config.total_steps
+        return steps_in_all(self.config, self.step, self.tokens)
+
+    @property
+    def windows(self) -> int:
+        """Windows passed by, trained on or skipped: where the next batch begins."""
+        return self.shift + (self.step + self.skipped) * self.config.global_rows
 
     @property
     def elapsed_s(self) -> float:
@@ -479,7 +487,7 @@ class Pretrainer:
         """Read the next global batch and take one step on it."""
         begin = time.perf_counter()
         training = self.config.training
-        lr = learning_rate(self.step + 1, self.total_steps, training)
+        lr = next_learning_rate(self.config, self.step, self.tokens)
         set_learning_rate(self.optimizer, lr)
         result = train_step(
             self.step_model,
@@ -506,8 +514,7 @@ class Pretrainer:
         batches = []
         for start in range(0, len(self.rows), micro):
             part = self.rows[start : start + micro]
-            tokens, targets, doc_ids, _ = self.train_data.batch(position, part, rows)
-            batch = (tokens, targets, doc_ids)
+            batch = self.train_data.batch(position, part, rows, self.shift)[:3]
             batches.append(tuple(x.to(self.device, non_blocking=True) for x in batch))
         return batches
 
@@ -519,17 +526,20 @@ class Pretrainer:
         state = self.ranks.first(lambda: read_state(checkpoint))
         self._refuse_other_data(checkpoint, state)
         self._refuse_other_shapes(checkpoint, state)
-        if state["step"] > self.total_steps:
-            raise RunError(
-                f"{checkpoint}: already at step {state['step']:,}, but the run asked "
-                f"for has {self.total_steps:,}; raise training.total_steps (or "
-                "total_tokens), or start a new training.save_dir"
-            )
+        self._refuse_other_windows(checkpoint, state)
+        self._refuse_spent_budget(checkpoint, state)
         for change in config_changes(state["config"], self.config):
             self.display.line(f"changed since the checkpoint: {change}")
         if state["world_size"] == self.ranks.size:
             torch.set_num_threads(state["threads"])
         self.load(checkpoint, state)
+        self.shift += windows_behind(state) - self.windows
+        if self.total_steps != self.config.total_steps:
+            self.display.line(
+                f"training.total_tokens: {self.tokens:,} are behind; to go are "
+                f"{self.total_steps - self.step:,} steps of "
+                f"{self.config.tokens_per_step:,}"
+            )
         self.earlier_s = state["elapsed_s"]
         self.started = time.perf_counter()
         inside = checkpoint.resolve().is_relative_to(self.run_dir.resolve())
@@ -547,6 +557,7 @@ class Pretrainer:
         self.guard.rollbacks = state.get("rollbacks", 0)
         self.losses.losses = state.get("losses", [])
         self.validation = state.get("validation")
+        self.display.expect(self.total_steps)
 
     def _refuse_other_data(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """CheckpointError, with what differs, unless the data are those trained on."""
@@ -571,6 +582,33 @@ class Pretrainer:
             raise CheckpointError(
                 f"{checkpoint}: holds a model of another shape ({', '.join(shapes)}); "
                 "set it back, or start a new training.save_dir"
+            )
+
+    def _refuse_other_windows(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """CheckpointError when what the run has read would be cut or ordered anew."""
+        changes = config_changes(state["config"], self.config)
+        cuts = [c for c in changes if c.partition(":")[0] in WINDOW_SETTINGS]
+        if cuts and (behind := windows_behind(state)):
+            raise CheckpointError(
+                f"{checkpoint}: has read {behind:,} windows of another length or order "
+                f"({', '.join(cuts)}), so text would be read twice or never; set it "
+                "back, or start a new training.save_dir"
+            )
+
+    def _refuse_spent_budget(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """RunError when the budget was used before the last step of a checkpoint."""
+        stored, budget = state["config"], self.config.training.total_tokens
+        in_step = rows_in_step(stored) * stored["model"]["max_seq_len"]
+        what, behind, asked = "step", state["step"], self.config.total_steps
+        spent = behind > asked
+        if budget is not None:
+            what, behind, asked = "token", state["tokens"], budget
+            spent = behind - in_step >= budget
+        if spent:
+            raise RunError(
+                f"{checkpoint}: already at {what} {behind:,}, but the run asked for "
+                f"has {asked:,}; raise training.total_{what}s, or start a new "
+                "training.save_dir"
             )
 
     def tidy(self, checkpoint: Path | None) -> None:
@@ -633,8 +671,8 @@ class Pretrainer:
         return {
             "step": self.step,
             "skipped": self.skipped,
+            "windows": self.windows,
             "tokens": self.tokens,
-            "position": self.step + self.skipped,
             "consecutive_bad": self.guard.consecutive,
             "rollbacks": self.guard.rollbacks,
             "losses": self.losses.losses,
@@ -851,6 +889,9 @@ SHAPE_SETTINGS = tuple(
     )
 )
 
+# What a window is, and when it is read.
+WINDOW_SETTINGS = ("model.max_seq_len", "training.seed")
+
 
 def config_changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
     """Settings that differ from a checkpoint's, as 'training.lr: 0.001 -> 0.002'."""
@@ -918,8 +959,8 @@ def run_training(
 
 WHEN_MEMORY_IS_SHORT = (
     "lower training.micro_batch_size (and raise training.gradient_accumulation_steps "
-    "as much), set training.grad_checkpoint=true, or shorten model.max_seq_len; the "
-    "checkpoints are as they were"
+    "as much), set training.grad_checkpoint=true, or shorten model.max_seq_len in a "
+    "new training.save_dir; the checkpoints are as they were"
 )
 
 

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from mamba3lite.training.checkpoint import (
     CheckpointError,
@@ -238,6 +239,22 @@ def choose_checkpoint(
             f"--set training.save_dir={free_name(run_dir)}"
         )
     return chosen
+
+
+def rows_in_step(stored: dict[str, Any]) -> int:
+    """Rows of a step under the configuration that a checkpoint holds."""
+    training = stored["training"]
+    return training["micro_batch_size"] * training["gradient_accumulation_steps"]
+
+
+def windows_behind(state: dict[str, Any]) -> int:
+    """Windows that a run has passed by, trained on or skipped, when it was saved.
+
+    Args: state: of a checkpoint; format 1 counts batches alone, all of one size.
+    """
+    if "windows" in state:
+        return state["windows"]
+    return (state["step"] + state["skipped"]) * rows_in_step(state["config"])
 
 
 def set_newer_aside(root: Path, chosen: Path, log: Callable[[str], None]) -> None:
