@@ -345,11 +345,15 @@ def load_for_generation(
 
     from mamba3lite.data.tokenizers import load_tokenizer
     from mamba3lite.models.transformer import Mamba3Transformer
-    from mamba3lite.training.checkpoint import find_checkpoint, load_model, read_state
+    from mamba3lite.training.checkpoint import (
+        find_checkpoint,
+        load_model,
+        read_run_state,
+    )
     from mamba3lite.training.pretrain import _enforce_triton_env_var
 
     folder = find_checkpoint(path, log)
-    state = read_state(folder)
+    state = read_run_state(folder)
     fields = dict(state["config"]["model"])
     _enforce_triton_env_var(fields, log)
     device = "cuda" if torch.cuda.is_available() else "cpu"

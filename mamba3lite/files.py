@@ -2,14 +2,16 @@
 
 What is written goes to a new file of a random name beside the one that it replaces,
 reaches the disk, and is renamed. A link or a file that somebody left under any name is
-never written through.
+never written through. What others may have written is read as plain files alone.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,6 +57,34 @@ def temporary_name(path: Path) -> Path:
 def leftovers(folder: Path) -> list[Path]:
     """What a process that was killed while it wrote into `folder` left there."""
     return sorted(p for p in folder.glob(".tmp-*") if LEFTOVER.fullmatch(p.name))
+
+
+def open_plain(path: Path, inside: Path) -> IO[bytes]:
+    """Open a file of a folder that a stranger may have made, for reading bytes.
+
+    Raises: OSError for what cannot be read, is no plain file (a pipe would never end),
+    or is a link that leads out of the folder `inside`.
+    """
+    name = str(path)
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(inside)):
+        raise OSError(errno.EXDEV, "a link that leads out of its folder", name)
+    _require_plain(os.stat(path), name)  # to open a device may already do something
+    return open(path, "rb", opener=_open_plain)
+
+
+def _require_plain(status: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a plain file", name)
+
+
+def _open_plain(name: str, flags: int) -> int:
+    descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+    try:
+        _require_plain(os.fstat(descriptor), name)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def flush_folder(folder: Path) -> None:

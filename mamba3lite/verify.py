@@ -11,9 +11,11 @@ from mamba3lite.data import DataError
 from mamba3lite.data.shards import BLOCK, load_index, open_shard
 from mamba3lite.data.tokenizers import ByteTokenizer
 from mamba3lite.training.checkpoint import (
+    FILES,
     MANIFEST,
     CheckpointError,
     checkpoints_of,
+    read_run_state,
     verify_checkpoint,
 )
 
@@ -41,15 +43,19 @@ def verify_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
 def verify_checkpoints(
     checkpoints: list[Path], say: Callable[[str], None]
 ) -> list[str]:
-    """Check the files of checkpoints against their manifests, as `verify_folder`."""
+    """Check the files of checkpoints against their manifests, and their states.
+
+    Args and returns are those of `verify_folder`.
+    """
     faults = []
     for path in checkpoints:
         try:
             verify_checkpoint(path)
+            read_run_state(path)
         except CheckpointError as error:
             faults.append(str(error))
             continue
-        sizes = [file.stat().st_size for file in path.iterdir()]
+        sizes = [(path / name).stat().st_size for name in (*FILES, MANIFEST)]
         say(f"{path}: {len(sizes)} files of {sum(sizes):,} bytes, as in its manifest")
     return faults
 

@@ -1,14 +1,28 @@
 """Checkpoints: exact copies, whole or absent, and never a silent restart."""
 
+import errno
+import hashlib
 import json
 import os
+import random
 import shutil
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from trainer_cases import assert_same_bits, tiny_model
+from safetensors.torch import load_file, save_file
+from trainer_cases import (
+    assert_same_bits,
+    new_run,
+    prepare_corpus,
+    run_config,
+    tiny_model,
+)
+from typer.testing import CliRunner
 
+from mamba3lite.cli import app
 from mamba3lite.models.transformer import ModelConfig
 from mamba3lite.training import checkpoint as module
 from mamba3lite.training.checkpoint import (
@@ -24,7 +38,10 @@ from mamba3lite.training.checkpoint import (
     load_model,
     load_optimizer,
     newest_checkpoint,
+    read_moments,
+    read_run_state,
     read_state,
+    read_weights,
     remove_temporary,
     restore_rng,
     rng_state,
@@ -35,7 +52,9 @@ from mamba3lite.training.checkpoint import (
 )
 from mamba3lite.training.config import TrainingConfig
 from mamba3lite.training.optim import build_optimizer
+from mamba3lite.training.parallel import Ranks
 from mamba3lite.training.pretrain import train_step
+from mamba3lite.verify import verify_folder
 
 TRAINING = TrainingConfig(total_steps=10, lr=1e-2)
 
@@ -211,6 +230,349 @@ def test_no_checkpoint_at_all_is_a_fresh_start(tmp_path):
 
 
 # --------------------------------------------------------------------------------------
+# A stranger's checkpoint: every hash is right, and what it says is not
+
+
+def sign(folder):
+    """Write a manifest that fits the files."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in FILES:
+        data = (folder / name).read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        manifest["files"][name] = {"bytes": len(data), "sha256": digest}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def change_tensor(path, name, change):
+    tensors = load_file(path)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path)
+    sign(path.parent)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("key", ["", ".exp_avg", ".exp_avg_sq", ".step"])
+def test_a_tensor_of_another_dtype_is_refused_by_name(three, dtype, key):
+    newest = three / "step_00000003"
+    file, name = newest / (OPTIMIZER if key else MODEL), f"norm_f.weight{key}"
+    change_tensor(file, name, lambda t: t.to(getattr(torch, dtype)))
+    verify_checkpoint(newest)
+    model = tiny_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as error:
+        Ranks().load(newest, model, build_optimizer(model, TRAINING))
+    shape = "()" if key == ".step" else "(16,)"
+    assert str(error.value) == (
+        f"{file}: does not fit this model: {name}: stored {shape} {dtype}, model "
+        f"{shape} float32"
+    )
+    if not key:
+        assert_same_bits(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("read", [read_weights, load_model])
+def test_a_real_decay_rate_is_refused(three, read):
+    path = three / "step_00000003" / MODEL
+    change_tensor(path, "layers.0.A", lambda t: t.real.contiguous())
+    told = r"layers\.0\.A: stored \(2,\) float32, model \(2,\) complex64$"
+    with pytest.raises(CheckpointError, match=told):
+        read(path.parent, tiny_model())
+
+
+def test_no_moments_after_the_first_update_are_refused(tmp_path):
+    model, optimizer = trained()
+    path = save_checkpoint(tmp_path, model, optimizer, {"step": 13})
+    save_file({}, path / OPTIMIZER)
+    sign(path)
+    verify_checkpoint(path)
+    for read in (read_moments, lambda p, m: load_optimizer(p, m, optimizer)):
+        with pytest.raises(CheckpointError, match="exp_avg: stored nothing, model "):
+            read(path, model)
+
+
+def many_tensors(path):
+    """A header of a million names, and not one byte of data."""
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    entries = ",".join(f'"{number}":{entry}' for number in range(1_000_000))
+    a_header("{" + entries + "}")(path)
+
+
+def a_header(text):
+    data = text.encode()
+    return lambda path: path.write_bytes(len(data).to_bytes(8, "little") + data)
+
+
+@pytest.mark.parametrize(
+    ("write", "told"),
+    [
+        (many_tensors, r"a header of [0-9,]+ bytes, wanted 8,388,608 or less"),
+        (lambda p: p.write_bytes(b"\xff" * 100), r"a header of [0-9,]+ bytes, wanted"),
+        (lambda p: p.write_bytes(b""), "header: not JSON"),
+        (a_header("[" * 100_000), "header: not JSON .nested too deeply"),
+        (a_header("[]"), "header: wants a JSON object"),
+        (a_header('{"a": 1}'), "header: wants shape and dtype of all"),
+        (a_header('{"a": {}, "a": {}}'), "header: not JSON .a key twice"),
+        (a_header('{"a": {"shape": 5, "dtype": "F32"}}'), "wants shape and dtype"),
+        (a_header('{"\\u001b]0;x\\n": {"shape": [1], "dtype": []}}'),
+         r"model: \\x1b\]0;x\\n: stored \(1,\) , model nothing, embed"),
+    ],
+)  # fmt: skip
+def test_a_file_of_tensors_that_is_none_is_one_line(three, write, told):
+    path = three / "step_00000003" / MODEL
+    write(path)
+    sign(path.parent)
+    begin = time.process_time()
+    with pytest.raises(CheckpointError, match=told) as error:
+        verify_checkpoint(path.parent)
+        load_model(path.parent, tiny_model())
+    assert "\n" not in str(error.value)
+    assert time.process_time() - begin < 1
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def a_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def a_link_outside(path):
+    os.rename(path, path.parent.parent / "elsewhere")
+    path.symlink_to("../elsewhere")
+
+
+def a_loop(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+NOT_PLAIN = {
+    a_pipe: "not a plain file",
+    a_folder: "not a plain file",
+    a_device: "a link that leads out of its folder",
+    a_link_outside: "a link that leads out of its folder",
+    a_loop: "Too many levels of symbolic links",
+}
+
+
+@pytest.mark.parametrize("change", NOT_PLAIN)
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_what_is_no_plain_file_of_the_folder_is_not_read(three, name, change):
+    newest = three / "step_00000003"
+    change(newest / name)
+    lines = []
+    assert newest_checkpoint(three, lines.append) == three / "step_00000002"
+    (line,) = lines
+    assert line.endswith(f"{newest / name}: {NOT_PLAIN[change]}")
+
+
+def test_a_link_inside_the_folder_is_followed(three):
+    path = three / "step_00000003" / MODEL
+    os.rename(path, path.with_name("weights"))
+    path.symlink_to("weights")
+    verify_checkpoint(path.parent)
+
+
+@pytest.mark.parametrize("name", [STATE, MANIFEST])
+def test_a_file_without_end_is_not_read_to_its_end(three, name):
+    newest = three / "step_00000003"
+    os.truncate(newest / name, 1 << 40)  # takes no room on the disk
+    if name == STATE:
+        with pytest.raises(CheckpointError, match="larger than 16,777,216 bytes"):
+            read_state(newest)
+    with pytest.raises(CheckpointError, match=r"larger than|has 1099511627776 bytes"):
+        verify_checkpoint(newest)
+
+
+@pytest.fixture
+def nobody():
+    """A folder of everybody's, in which the root user has no more rights than others.
+
+    The root user reads files of any mode, so the test gives its rights up for a while.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            if root:
+                os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST, "."])
+def test_what_cannot_be_read_is_bad_and_the_older_one_used(nobody, name):
+    model, optimizer = trained()
+    for step in (1, 2):
+        save_checkpoint(nobody, model, optimizer, {"step": step})
+    newest = nobody / "step_00000002"
+    os.chmod(newest / name, 0)
+    lines = []
+    assert newest_checkpoint(nobody, lines.append) == nobody / "step_00000001"
+    (line,) = lines
+    file = MANIFEST if name == "." else name
+    assert line.endswith(f"older: {newest / file}: Permission denied")
+    os.chmod(newest / name, 0o700)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_fresh_start(nobody):
+    model, optimizer = trained()
+    root = nobody / "checkpoints"
+    save_checkpoint(root, model, optimizer, {"step": 1})
+    os.chmod(root, 0o300)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Permission denied"):
+        newest_checkpoint(root, pytest.fail)
+    os.chmod(root, 0o700)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of two steps; returns its checkpoint."""
+    base = tmp_path_factory.mktemp("saved")
+    run = new_run(run_config(prepare_corpus(base), base / "run", total_steps=2))
+    run.run()
+    return list_checkpoints(base / "run" / "checkpoints")[-1]
+
+
+def test_the_state_of_a_run_is_read_as_it_was_written(saved):
+    assert read_run_state(saved) == json.loads((saved / STATE).read_text())
+
+
+STATES = {  # where, what, and what is said of it
+    "n_layers": ("config.model.n_layers", 10_000_000,
+                 "config.model: model.n_layers: got 10000000, should be at most 1024"),
+    "too wide": ("config.model.d_model", 4096, "describes a model of 2,"),
+    "absurd": ("config.model.d_model", 10**10, "config.model: model: [0-9,]+ param"),
+    "a float": ("config.model.d_model", 16.0, "config.model: d_model is 16.0; wanted"),
+    "a list": ("config.model.chunk_size", [], r"chunk_size is \[\]; wanted"),
+    "an unknown field": ("config.model.rope", 1, "config.model: .*'rope'"),
+    "a dispatch": ("config.model.ssd_dispatch", "x", "ssd_dispatch is 'x'; wanted one"),
+    "a vocabulary": ("config.model.vocab_size", 256,
+                     "a model of 256 tokens, but the tokenizer byte has 257"),
+    "no model": ("config.model", None, "config.model: got None, should be"),
+    "no config": ("config", [], r"config: got \[\], should be a valid dict"),
+    "rows": ("config.training.micro_batch_size", 0,
+             "micro_batch_size: got 0, should be greater than or equal to 1"),
+    "threads": ("threads", 1_000_000,
+                "threads: got 1000000, should be less than or equal to 1024"),
+    "no threads": ("threads", None, "threads: got None, should be a valid integer"),
+    "a thread": ("threads", True, "threads: got True, should be a valid integer"),
+    "a step before the first": ("step", -1, "step: got -1, should be greater than"),
+    "a step of text": ("step", "2", "step: got '2', should be a valid integer"),
+    "half a step": ("step", 2.5, "step: got 2.5, should be a valid integer"),
+    "a step without end": ("step", 10**30, "step: got 10+, should be less than or"),
+    "skipped": ("skipped", -3, "skipped: got -3, should be greater than"),
+    "windows": ("windows", None, "windows: got None, should be a valid integer"),
+    "tokens": ("tokens", {}, r"tokens: got \{\}, should be a valid integer"),
+    "losses": ("losses", [1.0, "2"], "losses.1: got '2', should be a valid number"),
+    "validation": ("validation", 3, "validation: got 3, should be a valid dict"),
+    "a score": ("validation", {"step": 1, "val_bpb": "x"}, "val_bpb: got 'x'"),
+    "time": ("elapsed_s", -1, "elapsed_s: got -1, should be greater than"),
+    "rng": ("rng", {}, "rng.cpu is missing"),
+    "rng of other length": ("rng.cpu", "AAAA", "rng.cpu: Expected a CPUGenerator"),
+    "rng of zeros": ("rng.cpu", "A" * 6740 + "AA==", "rng.cpu: Invalid mt19937 state"),
+    "rng that is no base64": ("rng.cpu", "*", "rng.cpu: "),
+    "tokenizer": ("data.tokenizer", "bytes",
+                  "data: tokenizer: got 'bytes', allowed are 'byte' and 'gpt2'"),
+    "another tokenizer": ("data.tokenizer_fingerprint", "0" * 64,
+                          "data: tokenizer byte: has fingerprint '000000000000..., "
+                          "that of this version is '5035.*; its ids stand for other"),
+    "fingerprint": ("data.fingerprint", 7, "data.fingerprint: got 7, should be"),
+    "processes": ("world_size", 0, "world_size: got 0, should be greater than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_state_that_no_run_wrote_is_one_line(saved, tmp_path, case):
+    place, value, told = STATES[case]
+    path = shutil.copytree(saved, tmp_path / saved.name)
+    state = json.loads((path / STATE).read_text())
+    *outer, key = place.split(".")
+    inner = state
+    for name in outer:
+        inner = inner[name]
+    inner[key] = value
+    (path / STATE).write_text(json.dumps(state))
+    sign(path)
+    with pytest.raises(CheckpointError, match=told) as error:
+        read_run_state(path)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+    result = CliRunner().invoke(app, ["generate", "--checkpoint", str(path)])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == f"mamba3lite generate: {error.value}"
+    assert verify_folder(path, lambda line: None) == [str(error.value)]
+
+
+def test_a_state_lacks_nothing(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / saved.name)
+    whole = json.loads((path / STATE).read_text())
+    optional = {"format", "versions", "validation", "rollbacks", "losses", "windows"}
+    for key in whole.keys() - optional:
+        rest = {name: value for name, value in whole.items() if name != key}
+        (path / STATE).write_text(json.dumps(rest))
+        with pytest.raises(CheckpointError, match=f"{STATE}: {key} is missing"):
+            read_run_state(path)
+
+
+def test_a_state_of_json_with_tricks_is_refused(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / saved.name)
+    whole = (path / STATE).read_text()
+    for text, told in {
+        whole.replace('"step"', '"step": 1, "step"', 1): "a key twice",
+        whole.replace('"elapsed_s":', '"elapsed_s": NaN, "x":'): "NaN is no number",
+        whole.replace('"skipped":', '"x": 1e999, "skipped":'): None,
+        whole.replace('"elapsed_s":', '"elapsed_s": 1e999, "x":'): "a finite number",
+        whole.replace('"skipped":', f'"skipped": {"9" * 5000}, "x":'): "not JSON",
+        whole.replace('"skipped":', f'"x": {"[" * 10**6}, "skipped":'): "too deeply",
+        whole + "{}": "not JSON",
+        "\ufeff\ufeff" + whole: "not JSON",
+        "null": "wants a JSON object",
+    }.items():
+        (path / STATE).write_text(text)
+        if told is None:
+            read_run_state(path)
+            continue
+        with pytest.raises(CheckpointError, match=told) as error:
+            read_run_state(path)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_any_flipped_bit_is_one_line_or_changes_nothing(saved, tmp_path):
+    """500 of them, anywhere in the four files; what still loads, loads the same."""
+    path = shutil.copytree(saved, tmp_path / saved.name)
+    model = tiny_model()
+    wanted = read_weights(path, model) | read_moments(path, model)
+    state = read_run_state(path)
+    draw, refused = random.Random(0), 0
+    for _ in range(500):
+        file = path / draw.choice([*FILES, MANIFEST])
+        whole = file.read_bytes()
+        data, bit = bytearray(whole), draw.randrange(8 * len(whole))
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        try:
+            verify_checkpoint(path)
+            stored = read_weights(path, model) | read_moments(path, model)
+            assert_same_bits(stored, wanted)
+            assert read_run_state(path) == state
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error), error
+        file.write_bytes(whole)
+    assert refused > 400
+
+
+# --------------------------------------------------------------------------------------
 # Crashes
 
 
@@ -220,12 +582,12 @@ def test_a_save_that_fails_leaves_the_older_ones(three, monkeypatch, writes):
     before = {p: p.read_bytes() for p in three.rglob("*") if p.is_file()}
     calls = []
 
-    def full_disk(path):
-        calls.append(path)
+    def full_disk(descriptor):
+        calls.append(descriptor)
         if len(calls) > writes:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_fsync", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     if writes >= 6:  # files, manifest, folder and parent were all flushed
         save_checkpoint(three, model, optimizer, {"step": 4})
         assert steps(three) == [1, 2, 3, 4]
@@ -237,11 +599,14 @@ def test_a_save_that_fails_leaves_the_older_ones(three, monkeypatch, writes):
 
 
 def test_what_a_killed_save_leaves_is_no_checkpoint(three):
-    killed = three / ".tmp-step_00000004"
-    shutil.copytree(three / "step_00000003", killed)
+    names = (".tmp-step_00000004", ".tmp-step_00000004-0a1b2c3d",
+             ".tmp-deleted-step_00000001-0a1b2c3d")  # fmt: skip
+    for name in (*names, ".tmp-mine"):
+        shutil.copytree(three / "step_00000003", three / name)
     assert steps(three) == [1, 2, 3]
-    remove_temporary(three)
-    assert not killed.exists() and steps(three) == [1, 2, 3]
+    remove_temporary(three, pytest.fail)
+    assert not any((three / name).exists() for name in names)
+    assert (three / ".tmp-mine" / MODEL).exists() and steps(three) == [1, 2, 3]
 
 
 def test_what_was_written_wrongly_is_noticed_at_once(tmp_path, monkeypatch):
@@ -258,10 +623,71 @@ def test_what_was_written_wrongly_is_noticed_at_once(tmp_path, monkeypatch):
 
 
 def test_rotation_keeps_the_newest(three):
-    deleted = rotate(three, 2)
-    assert [path.name for path in deleted] == ["step_00000001"]
+    rotate(three, 2, None, pytest.fail)
+    assert sorted(path.name for path in three.iterdir()) == [
+        *("step_00000002", "step_00000003")
+    ]
+    rotate(three, 2, None, pytest.fail)
     assert steps(three) == [2, 3]
-    assert rotate(three, 2) == []
+
+
+def deletion_refused(monkeypatch, name):
+    """Let the system keep every file of this name, as `chattr +i` does."""
+    unlink = os.unlink
+
+    def refusing(path, *arguments, **options):
+        if os.path.basename(path) == name:
+            raise OSError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", refusing)
+
+
+def test_a_rotation_that_the_system_refuses_is_a_warning_and_tried_again(
+    three, monkeypatch
+):
+    lines = []
+    with monkeypatch.context() as patch:
+        deletion_refused(patch, STATE)
+        for _ in range(2):
+            rotate(three, 2, None, lines.append)
+        remove_temporary(three, lines.append)  # as a run that starts again
+        (grave,) = three.glob(".tmp-*")
+        assert [path.name for path in grave.iterdir()] == [STATE]
+    assert set(lines) == {
+        f"[warn] {grave}: cannot be deleted (Operation not permitted); it is tried "
+        "again at the next save"
+    }
+    assert steps(three) == [2, 3]
+    rotate(three, 2, None, pytest.fail)
+    assert not grave.exists()
+
+
+def test_a_run_says_once_what_it_cannot_delete(tmp_path, monkeypatch, capsys):
+    deletion_refused(monkeypatch, MODEL)
+    tokens = prepare_corpus(tmp_path)
+    settings = {"save_interval": 1, "total_steps": 6}
+    run = new_run(run_config(tokens, tmp_path / "run", **settings))
+    assert run.run() is True
+    monkeypatch.undo()
+    settings["total_steps"] = 7
+    assert new_run(run_config(tokens, tmp_path / "run", **settings)).run() is True
+    said = [line for line in capsys.readouterr().out.splitlines() if "deleted" in line]
+    assert len(said) == len(set(said)) == 5  # of steps 0 to 4
+    assert steps(tmp_path / "run" / "checkpoints") == [6, 7]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
+
+
+def test_nothing_is_written_through_a_planted_link(three):
+    """The names of unfinished saves could be guessed."""
+    target = three / "precious"
+    shutil.copytree(three / "step_00000001", target)
+    before = {p: p.read_bytes() for p in target.iterdir()}
+    (three / ".tmp-step_00000004").symlink_to(target)
+    model, optimizer = trained()
+    save_checkpoint(three, model, optimizer, {"step": 4})
+    assert {p: p.read_bytes() for p in target.iterdir()} == before
+    assert steps(three) == [1, 2, 3, 4]
 
 
 def test_rotation_keeps_milestones_and_the_best(tmp_path):
@@ -272,7 +698,7 @@ def test_rotation_keeps_milestones_and_the_best(tmp_path):
         state = {"step": step, "validation": validation}
         save_checkpoint(tmp_path, model, optimizer, state)
     assert best_checkpoint(list_checkpoints(tmp_path)) == tmp_path / "step_00000002"
-    rotate(tmp_path, 2, keep_every=4)
+    rotate(tmp_path, 2, 4, pytest.fail)
     # 2 is the best (the older of two alike), 4, 8 and 12 are multiples; 0 is not one.
     assert steps(tmp_path) == [2, 4, 8, 10, 12]
     (tmp_path / "step_00000002" / STATE).write_text("{")
@@ -325,8 +751,9 @@ def test_another_shape_is_refused_by_name(three):
         load_model(path, tiny_model(ffn_dim=32))
     assert str(error.value) == (
         f"{path / MODEL}: does not fit this model: layers.0.ffn_down.weight: stored "
-        "(16, 24), model (16, 32), layers.0.ffn_gate_up.weight: stored (48, 16), model "
-        "(64, 16), layers.1.ffn_down.weight: stored (16, 24), model (16, 32) and 1 more"
+        "(16, 24) float32, model (16, 32) float32, layers.0.ffn_gate_up.weight: stored "
+        "(48, 16) float32, model (64, 16) float32, layers.1.ffn_down.weight: stored "
+        "(16, 24) float32, model (16, 32) float32 and 1 more"
     )
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: stored nothing"):
         load_model(path, tiny_model(weight_tying=False))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -24,6 +25,7 @@ from mamba3lite.data.packages import (
     read_checked,
     read_member,
 )
+from mamba3lite.json_files import shown
 
 
 class ByteTokenizer:
@@ -54,7 +56,7 @@ class ByteTokenizer:
     def decode_bytes(self, ids) -> bytes:
         """The bytes that `ids` (any 1-d integers) stand for; EOS is dropped.
 
-        Raises ValueError for an id outside 0-256.
+        Raises ValueError for an id outside 0-256, TypeError for what is no integer.
         """
         return _known_ids(ids, self).astype(np.uint8).tobytes()
 
@@ -128,7 +130,7 @@ class GPT2Tokenizer:
     def decode_bytes(self, ids) -> bytes:
         """The bytes that `ids` (any 1-d integers) stand for; EOS is dropped.
 
-        Raises ValueError for an id outside 0-50256.
+        Raises ValueError for an id outside 0-50256, TypeError for what is no integer.
         """
         return self.encoding.decode_bytes(_known_ids(ids, self).tolist())
 
@@ -138,6 +140,30 @@ class GPT2Tokenizer:
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer
+TOKENIZERS: dict[str, type[Tokenizer]] = {
+    kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)
+}
+
+
+def require_same_tokenizer(stored: Mapping[str, Any]) -> type[Tokenizer]:
+    """The tokenizer that prepared data or a checkpoint describe, which is not loaded.
+
+    Args: stored: its name, and maybe fingerprint, vocab_size and eos_id.
+    Raises: ValueError, one line, for a name that does not exist, or when anything of it
+    is not as here: then the same ids stand for other text.
+    """
+    name = stored["name"]
+    kind = TOKENIZERS.get(name)
+    if kind is None:
+        raise ValueError(f"tokenizer: got {shown(name)}, allowed are 'byte' and 'gpt2'")
+    for key in ("fingerprint", "vocab_size", "eos_id"):
+        got, wanted = stored.get(key), getattr(kind, key)
+        if got not in (None, wanted):
+            raise ValueError(
+                f"tokenizer {name}: has {key} {shown(got, 13)}, that of this version "
+                f"is {shown(wanted, 13)}; its ids stand for other text"
+            )
+    return kind
 
 
 def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
@@ -155,14 +181,19 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
     return ByteTokenizer()
 
 
+def require_integers(ids: np.ndarray) -> None:
+    """TypeError for ids that a cast would make others: floats, booleans, objects."""
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"ids: got {ids.dtype}, wanted integers")
+
+
 def _known_ids(ids, tokenizer: Tokenizer) -> np.ndarray:
     """The ids as int64 without EOS; ValueError for one outside the vocabulary.
 
     Raises: TypeError for ids that are no integers.
     """
     ids = np.asarray(ids)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"ids: got {ids.dtype}, wanted integers")
+    require_integers(ids)
     ids = ids.astype(np.int64)
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise ValueError(

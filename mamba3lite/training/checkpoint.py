@@ -5,6 +5,9 @@ A checkpoint is a folder ``step_00000100`` with ``model.safetensors``,
 SHA-256 of the other three. It is written under a temporary name, flushed to the disk
 file by file and renamed last, so a crash at any moment leaves the older ones as they
 were. Nothing points to the latest: the newest folder that passes its manifest wins.
+
+What is read may be damaged, or a stranger's: plain files inside the folder, whose sizes
+and types are checked before anything is made of them.
 """
 
 import base64
@@ -15,12 +18,19 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from mamba3lite.data.tokenizers import require_same_tokenizer
+from mamba3lite.files import flush_folder, open_plain, temporary_name
+from mamba3lite.json_files import parse_object, read_json, require_form, shown
+from mamba3lite.models.config import ModelConfig
+from mamba3lite.training.config import parameter_count, refuse_absurd_sizes
 
 FORMAT = 2
 READABLE = (1, FORMAT)  # format 1 counts batches, not windows
@@ -28,10 +38,104 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.j
 MANIFEST = "manifest.json"
 FILES = (MODEL, OPTIMIZER, STATE)
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MOST_JSON_BYTES = 1 << 24  # of a state or manifest; an ordinary state has 10 kB
+MOST_HEADER_BYTES = 1 << 23  # of tensors' names and places; 1,024 layers take 4 MB
+MOST_THREADS = 1024
+DTYPES = {  # as safetensors calls them
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+# What a save, a rotation or a version before this one calls what it has not finished.
+UNFINISHED = re.compile(r"\.tmp-(deleted-)?step_[0-9]+(-[0-9a-f]{8})?")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged or does not fit: one line."""
+
+
+Count = Annotated[int, Field(ge=0, le=10**15)]
+
+
+class Checked(BaseModel):
+    """JSON values of exactly these types; further keys are left alone."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Validation(Checked):
+    """The newest evaluation; bits per byte None when they were not finite."""
+
+    step: Count
+    val_bpb: float | None
+
+
+class Generators(Checked):
+    """States of PyTorch's generators in base64."""
+
+    cpu: str
+    cuda: list[str] = []
+
+
+class StoredData(Checked):
+    """What a run was trained on."""
+
+    folder: str
+    fingerprint: str
+    tokenizer: str
+    tokenizer_fingerprint: str | None = None
+
+
+class StoredModel(Checked):
+    """What of the model section is asked for by name."""
+
+    max_seq_len: int
+    ssd_dispatch: str
+
+
+class StoredTraining(Checked):
+    """What of the training section says how many rows a step had."""
+
+    micro_batch_size: Annotated[int, Field(ge=1, le=10**10)]
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=10**10)]
+
+
+class StoredConfig(Checked):
+    """The three sections of a run's configuration."""
+
+    model: StoredModel
+    training: StoredTraining
+    data: dict[str, Any]
+
+
+class SavedState(Checked):
+    """What every state.json holds."""
+
+    step: Count
+    validation: Validation | None = None
+
+
+class RunState(SavedState):
+    """What the state.json of a run holds besides."""
+
+    skipped: Count
+    windows: Count = 0  # format 1 has none
+    tokens: Count
+    consecutive_bad: Count
+    rollbacks: Count = 0
+    losses: Annotated[list[float], FailFast()] = []
+    elapsed_s: float = Field(ge=0)
+    rng: Generators
+    config: StoredConfig
+    data: StoredData
+    threads: int = Field(ge=1, le=MOST_THREADS)
+    world_size: int = Field(ge=1, le=2**20)
 
 
 # --------------------------------------------------------------------------------------
@@ -64,9 +168,8 @@ def write_checkpoint(
 ) -> Path:
     """``save_checkpoint`` for tensors by name; raises and returns the same."""
     final = root / step_name(state["step"])
-    temporary = root / f".tmp-{final.name}"
+    temporary = temporary_name(final)
     root.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
         _write_files(temporary, weights, moments, state)
@@ -74,7 +177,7 @@ def write_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _fsync(root)
+    flush_folder(root)
     verify_checkpoint(final)
     return final
 
@@ -88,26 +191,53 @@ def _write_files(folder: Path, weights, moments, state: dict[str, Any]) -> None:
     files = {name: _fingerprint(folder / name) for name in FILES}
     _write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
     _fsync(folder / MANIFEST)
-    _fsync(folder)
+    flush_folder(folder)
 
 
-def rotate(root: Path, keep_last: int, keep_every: int | None = None) -> list[Path]:
-    """Delete old checkpoints; returns those deleted.
+def rotate(
+    root: Path,
+    keep_last: int,
+    keep_every: int | None,
+    log: Callable[[str], None],
+) -> None:
+    """Delete old checkpoints, and what could not be deleted before.
 
     What stays: the ``keep_last`` newest, those of every ``keep_every``-th step, and the
     best by validation. Call it after the newest one was verified. A folder is renamed
     before its files go, so an interrupted deletion never looks like a checkpoint.
+
+    Args: log: gets a line for each folder that the system keeps, every time.
     """
+    remove_temporary(root, log)
     found = list_checkpoints(root)
     kept = {*found[-keep_last:], best_checkpoint(found)}
     if keep_every is not None:
         kept |= {p for p in found if step_of(p) and step_of(p) % keep_every == 0}
-    doomed = [path for path in found if path not in kept]
-    for path in doomed:
-        grave = root / f".tmp-deleted-{path.name}"
-        os.rename(path, grave)
+    for path in found:
+        if path not in kept:
+            _delete(path, log)
+
+
+def remove_temporary(root: Path, log: Callable[[str], None]) -> None:
+    """Delete what an interrupted save or rotation left; ``log`` as for ``rotate``."""
+    for path in sorted(root.glob(".tmp-*")):
+        if UNFINISHED.fullmatch(path.name):
+            _delete(path, log)
+
+
+def _delete(path: Path, log: Callable[[str], None]) -> None:
+    grave = path
+    try:
+        if not path.name.startswith("."):
+            grave = temporary_name(path.with_name(f"deleted-{path.name}"))
+            os.rename(path, grave)
         shutil.rmtree(grave)
-    return doomed
+    except OSError as error:
+        shutil.rmtree(grave, ignore_errors=True)  # what else is in it
+        log(
+            f"[warn] {grave}: cannot be deleted ({error.strerror or error}); it is "
+            "tried again at the next save"
+        )
 
 
 def best_checkpoint(paths: Iterable[Path]) -> Path | None:
@@ -125,16 +255,9 @@ def _validation(path: Path) -> float | None:
     """Bits per byte of a checkpoint's validation, None without or when damaged."""
     try:
         evaluation = read_state(path).get("validation") or {}
-        score = evaluation.get("val_bpb")
-    except (CheckpointError, AttributeError):
+    except CheckpointError:
         return None
-    return score if isinstance(score, int | float) else None
-
-
-def remove_temporary(root: Path) -> None:
-    """Delete what an interrupted save or rotation left behind."""
-    for path in root.glob(".tmp-*"):
-        shutil.rmtree(path)
+    return evaluation.get("val_bpb")
 
 
 def set_aside(path: Path) -> Path:
@@ -167,9 +290,18 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Checkpoint folders, oldest first, good or not."""
-    found = (p for p in root.glob("step_*") if is_step(p.name.removeprefix("step_")))
-    return sorted(found, key=step_of)
+    """Checkpoint folders, oldest first, good or not; none where there is no folder.
+
+    Raises: CheckpointError for a folder that cannot be listed: it may hold some.
+    """
+    try:
+        names = os.listdir(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from None
+    found = (n for n in names if n.startswith("step_") and is_step(n[len("step_") :]))
+    return sorted((root / name for name in found), key=step_of)
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -180,7 +312,7 @@ def checkpoints_of(folder: Path) -> list[Path]:
 def verify_checkpoint(path: Path) -> None:
     """Check a checkpoint against its manifest: files, sizes, hashes, format.
 
-    Raises: CheckpointError naming folder and fault.
+    Raises: CheckpointError naming folder and fault; what cannot be read is one.
     """
     manifest = _read_json(path / MANIFEST)
     if manifest.get("format") not in READABLE:
@@ -196,21 +328,29 @@ def verify_checkpoint(path: Path) -> None:
             raise CheckpointError(
                 f"{path}: {MANIFEST} should give bytes and sha256 of {name}"
             )
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path}: {name} is missing")
-        size = (path / name).stat().st_size
-        if size != expected["bytes"]:
-            raise CheckpointError(
-                f"{path}: {name} has {size} bytes, the manifest says "
-                f"{expected['bytes']}"
-            )
-        if _fingerprint(path / name) != expected:
-            raise CheckpointError(f"{path}: {name} does not have its SHA-256")
-    step = read_state(path).get("step")
+        _verify_file(path / name, expected)
+    step = read_state(path)["step"]
     if is_step(path.name.removeprefix("step_")) and step != step_of(path):
         raise CheckpointError(
             f"{path}: renamed, it holds step {step}; its name was {step_name(step)}"
         )
+
+
+def _verify_file(path: Path, expected: dict[str, Any]) -> None:
+    folder, name = path.parent, path.name
+    try:
+        with open_plain(path, folder) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(
+                    f"{folder}: {name} has {size} bytes, the manifest says "
+                    f"{expected['bytes']}"
+                )
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if digest != expected["sha256"]:
+        raise CheckpointError(f"{folder}: {name} does not have its SHA-256")
 
 
 def newest_checkpoint(root: Path, log: Callable[[str], None]) -> Path | None:
@@ -260,14 +400,71 @@ def find_checkpoint(path: Path, log: Callable[[str], None]) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint: step, windows, config, versions and so on."""
-    return _read_json(path / STATE)
+    """The JSON state of a checkpoint, whoever wrote it: its step, and what else it has.
+
+    Raises: CheckpointError naming file and fault.
+    """
+    state = _read_json(path / STATE)
+    _require(path, state, SavedState)
+    return state
+
+
+def read_run_state(path: Path) -> dict[str, Any]:
+    """The JSON state of a run's checkpoint: step, position, config, random state etc.
+
+    It is safe to use: everything is there, of its type and within bounds, and the model
+    that it describes fits into the file of weights.
+
+    Raises: CheckpointError naming file and fault.
+    """
+    state = read_state(path)
+    _require(path, state, RunState)
+    try:
+        torch.Generator().set_state(_decode(state["rng"]["cpu"]))
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path / STATE}: rng.cpu: {error}") from None
+    try:
+        model = ModelConfig(**state["config"]["model"])
+        refuse_absurd_sizes(model)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE}: config.model: {error}") from None
+    _require_weights_for(path, model)
+    _require_tokenizer_of(path, model, state["data"])
+    return state
+
+
+def _require_tokenizer_of(path: Path, model: ModelConfig, data: dict) -> None:
+    stored = {"name": data["tokenizer"]}
+    stored["fingerprint"] = data.get("tokenizer_fingerprint")  # older ones lack it
+    try:
+        kind = require_same_tokenizer(stored)
+    except ValueError as error:
+        raise CheckpointError(f"{path / STATE}: data: {error}") from None
+    if model.vocab_size != kind.vocab_size:
+        raise CheckpointError(
+            f"{path / STATE}: describes a model of {model.vocab_size} tokens, but the "
+            f"tokenizer {kind.name} has {kind.vocab_size}"
+        )
+
+
+def _require_weights_for(path: Path, model: ModelConfig) -> None:
+    """CheckpointError before a model is built that the file of weights cannot fill."""
+    count = parameter_count(model)
+    try:
+        size = (path / MODEL).stat().st_size
+    except OSError as error:
+        raise _unreadable(path / MODEL, error) from None
+    if size < 4 * count:
+        raise CheckpointError(
+            f"{path}: {STATE} describes a model of {count:,} parameters, but {MODEL} "
+            f"has {size:,} bytes"
+        )
 
 
 def load_model(path: Path, model: nn.Module) -> None:
     """Copy a checkpoint's weights into a model, tied names included.
 
-    Raises: CheckpointError listing the tensors that differ in name or shape.
+    Raises: CheckpointError listing the tensors that differ in name, shape or dtype.
     """
     stored = read_weights(path, model)
     _, ties = split_tied(model.state_dict())
@@ -277,11 +474,9 @@ def load_model(path: Path, model: nn.Module) -> None:
 def read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """A checkpoint's weights, tied ones once, which fit the model.
 
-    Raises: CheckpointError listing the tensors that differ in name or shape.
+    Raises: CheckpointError listing the tensors that differ in name, shape or dtype.
     """
-    stored, own = _load_tensors(path / MODEL), dict(model.named_parameters())
-    _refuse_difference(path / MODEL, _shapes(stored), _shapes(own))
-    return stored
+    return _load_tensors(path / MODEL, _kinds(dict(model.named_parameters())))
 
 
 def load_optimizer(
@@ -289,7 +484,7 @@ def load_optimizer(
 ) -> None:
     """Copy a checkpoint's AdamW moments into an optimizer of the same model.
 
-    Raises: CheckpointError listing the tensors that differ in name or shape.
+    Raises: CheckpointError listing the tensors that differ in name, shape or dtype.
     """
     put_moments(optimizer, read_moments(path, model))
 
@@ -297,17 +492,15 @@ def load_optimizer(
 def read_moments(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """A checkpoint's AdamW moments, which fit the model; none before the first update.
 
-    Raises: CheckpointError listing the tensors that differ in name or shape.
+    Raises: CheckpointError listing the tensors that differ in name, shape or dtype, or
+    when there are none after the first update.
     """
-    stored = _load_tensors(path / OPTIMIZER)
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     expected = {}
-    for name, shape in shapes.items():
-        expected |= {f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
-        expected[f"{name}.step"] = ()
-    # Before the first update there are no moments to store.
-    _refuse_difference(path / OPTIMIZER, _shapes(stored), expected if stored else {})
-    return stored
+    for name, kind in _kinds(dict(model.named_parameters())).items():
+        expected |= {f"{name}.exp_avg": kind, f"{name}.exp_avg_sq": kind}
+        expected[f"{name}.step"] = ((), DTYPES[torch.float32])
+    begun = read_state(path)["step"] > 0
+    return _load_tensors(path / OPTIMIZER, expected, may_be_empty=not begun)
 
 
 def put_moments(optimizer: torch.optim.Optimizer, moments: dict[str, Tensor]) -> None:
@@ -364,32 +557,53 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any]) -> None:
-    """Put the generators back; those of GPUs only if as many GPUs are here."""
-    torch.set_rng_state(_decode(states["cpu"]))
+    """Put the generators back; those of GPUs only if as many GPUs are here.
+
+    Raises: CheckpointError for what is no state of a generator.
+    """
     stored = states.get("cuda", [])
-    if stored and len(stored) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_decode(s) for s in stored])
+    try:
+        torch.set_rng_state(_decode(states["cpu"]))
+        if stored and len(stored) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([_decode(s) for s in stored])
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{STATE}: rng: {error}") from None
 
 
 # --------------------------------------------------------------------------------------
 # Small pieces
 
 
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+Kinds = dict[str, tuple[tuple[int, ...], str]]
 
 
-def _refuse_difference(path: Path, stored: dict, expected: dict) -> None:
+def _kinds(tensors: dict[str, Tensor]) -> Kinds:
+    """Shape and dtype, as a file of tensors names it, of each tensor."""
+    return {
+        name: (tuple(tensor.shape), DTYPES[tensor.dtype])
+        for name, tensor in tensors.items()
+    }
+
+
+def _refuse_difference(path: Path, stored: Kinds, expected: Kinds) -> None:
     names = sorted(stored.keys() | expected.keys())
     differing = [n for n in names if stored.get(n) != expected.get(n)]
     if not differing:
         return
-    shown = ", ".join(
-        f"{n}: stored {stored.get(n, 'nothing')}, model {expected.get(n, 'nothing')}"
+    listed = ", ".join(
+        f"{shown(n)[1:-1]}: stored {_named(stored, n)}, model {_named(expected, n)}"
         for n in differing[:3]
     )
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-    raise CheckpointError(f"{path}: does not fit this model: {shown}{more}")
+    raise CheckpointError(f"{path}: does not fit this model: {listed}{more}")
+
+
+def _named(kinds: Kinds, name: str) -> str:
+    if name not in kinds:
+        return "nothing"
+    shape, dtype = kinds[name]
+    names = {code: str(kind).removeprefix("torch.") for kind, code in DTYPES.items()}
+    return f"{shown(shape)} {names.get(str(dtype), shown(dtype)[1:-1])}"
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -404,11 +618,44 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(code, os.strerror(code), str(path)) from None
 
 
-def _load_tensors(path: Path) -> dict[str, Tensor]:
+def _load_tensors(
+    path: Path, expected: Kinds, may_be_empty: bool = False
+) -> dict[str, Tensor]:
+    """Tensors of exactly the expected names, shapes and dtypes; or maybe none at all.
+
+    The header says which there are, so nothing is made of a file that does not fit.
+    """
     try:
+        stored = _read_header(path)
+        if stored or not may_be_empty:
+            _refuse_difference(path, stored, expected)
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: {reason}") from None
+
+
+def _read_header(path: Path) -> Kinds:
+    """Shapes and dtypes in a file of tensors, by name.
+
+    Source: the safetensors format: the header's length, 8 bytes, and then it, as JSON.
+    """
+    with open_plain(path, path.parent) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MOST_HEADER_BYTES:
+            raise CheckpointError(
+                f"{path}: a header of {length:,} bytes, wanted {MOST_HEADER_BYTES:,} "
+                "or less"
+            )
+        header = file.read(length)
+    try:
+        entries = parse_object(header)
+        entries.pop("__metadata__", None)
+        return {n: (tuple(e["shape"]), e["dtype"]) for n, e in entries.items()}
+    except ValueError as error:
+        raise CheckpointError(f"{path}: header: {error}") from None
+    except (TypeError, KeyError):
+        raise CheckpointError(f"{path}: header: wants shape and dtype of all") from None
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -423,7 +670,7 @@ def _is_fingerprint(entry: Any) -> bool:
 
 
 def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR)  # Windows flushes no file open to read
     try:
         os.fsync(descriptor)
     finally:
@@ -436,16 +683,24 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
+        return read_json(path, path.parent, MOST_JSON_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: not JSON") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: wants a JSON object")
-    return value
+        raise _unreadable(path, error) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{path.parent}: {path.name} is missing")
+    return CheckpointError(f"{path}: {error.strerror}")
+
+
+def _require(path: Path, state: dict[str, Any], form: type[BaseModel]) -> None:
+    try:
+        require_form(state, form)
+    except ValueError as error:
+        raise CheckpointError(f"{path / STATE}: {error}") from None
 
 
 def _encode(tensor: Tensor) -> str:
@@ -453,4 +708,5 @@ def _encode(tensor: Tensor) -> str:
 
 
 def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    data = bytearray(base64.b64decode(text, validate=True))
+    return torch.frombuffer(data, dtype=torch.uint8)

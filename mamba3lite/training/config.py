@@ -110,7 +110,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
         training = self.training
-        _refuse_absurd_sizes(self.model)
+        refuse_absurd_sizes(self.model)
         for name, section in (("training", training), ("data", self.data)):
             for key, value in section:
                 if isinstance(value, str) and "\0" in value:
@@ -180,7 +180,7 @@ def parameter_count(model: ModelConfig) -> int:
     return model.n_layers * layer + embeddings * model.vocab_size * d + d
 
 
-def _refuse_absurd_sizes(model: ModelConfig) -> None:
+def refuse_absurd_sizes(model: ModelConfig) -> None:
     """Raises: ValueError for sizes that no run could hold."""
     if (asked := parameter_count(model)) > MOST_PARAMETERS:
         sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "head_dim")

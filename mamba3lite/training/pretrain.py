@@ -46,7 +46,7 @@ from mamba3lite.training.checkpoint import (
     CheckpointError,
     find_checkpoint,
     list_checkpoints,
-    read_state,
+    read_run_state,
     remove_temporary,
     restore_rng,
     rng_state,
@@ -340,6 +340,7 @@ class Pretrainer:
         self._build_model()
         self.step = self.skipped = self.tokens = self.shift = 0
         self.saved_step: int | None = None
+        self.warned: set[str] = set()
         self.validation: dict[str, Any] | None = None
         training = config.training
         limit = training.nan_guard_max_consecutive
@@ -523,7 +524,7 @@ class Pretrainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Load everything that decides the rest of the run."""
-        state = self.ranks.first(lambda: read_state(checkpoint))
+        state = self.ranks.first(lambda: read_run_state(checkpoint))
         self._refuse_other_data(checkpoint, state)
         self._refuse_other_shapes(checkpoint, state)
         self._refuse_other_windows(checkpoint, state)
@@ -615,7 +616,7 @@ class Pretrainer:
         """Bring the run folder to the step that training starts from."""
         root = self.run_dir / "checkpoints"
         root.mkdir(exist_ok=True)
-        remove_temporary(root)
+        remove_temporary(root, self.warn_once)
         if checkpoint is None:
             set_record_aside(self.run_dir, self.display.line)
         elif checkpoint.resolve().parent == root.resolve():
@@ -663,8 +664,14 @@ class Pretrainer:
                 f"step {self.step:,} was not saved: {reason}; the older checkpoints "
                 "are as they were, and the same command continues from them"
             ) from None
-        rotate(root, training.keep_last, training.keep_every)
+        rotate(root, training.keep_last, training.keep_every, self.warn_once)
         self.display.line(f"saved {path}")
+
+    def warn_once(self, line: str) -> None:
+        """Show a line that every save may repeat."""
+        if line not in self.warned:
+            self.warned.add(line)
+            self.display.line(line)
 
     def state(self) -> dict[str, Any]:
         """What state.json holds."""
@@ -684,6 +691,7 @@ class Pretrainer:
                 "folder": str(self.data_folder),
                 "fingerprint": self.train_data.fingerprint,
                 "tokenizer": self.train_data.tokenizer.name,
+                "tokenizer_fingerprint": self.train_data.tokenizer.fingerprint,
             },
             "versions": {
                 "mamba3lite": mamba3lite.__version__,
@@ -732,7 +740,7 @@ class Pretrainer:
             checkpoint = first(lambda: find_checkpoint(root, line))
         except CheckpointError as error:
             raise TrainingFailed(f"{problem}, and no way back: {error}") from None
-        self.load(checkpoint, first(lambda: read_state(checkpoint)))
+        self.load(checkpoint, first(lambda: read_run_state(checkpoint)))
         self.guard.consecutive, self.guard.rollbacks = 0, count
         self.skipped = position - self.step
         self.saved_step = self.step
@@ -1142,8 +1150,8 @@ def trained_on(run_dir: Path) -> str:
     """Fingerprint of the data in a run's newest checkpoint; "" when there is none."""
     for checkpoint in reversed(list_checkpoints(run_dir / "checkpoints")):
         try:
-            return read_state(checkpoint)["data"]["fingerprint"]
-        except (CheckpointError, KeyError, TypeError):  # damaged: the next older
+            return read_run_state(checkpoint)["data"]["fingerprint"]
+        except CheckpointError:  # damaged: the next older
             continue
     return ""
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mamba3lite.training.checkpoint import find_checkpoint, read_state
+from mamba3lite.training.checkpoint import find_checkpoint, read_run_state
 from mamba3lite.training.config import load_config
 from mamba3lite.training.estimate import flops_per_token, parameter_floats
 from mamba3lite.training.metrics import Display
@@ -88,7 +88,7 @@ class Timed(Pretrainer):
             found.append(look(lambda: find_checkpoint(self.run_dir, print)))
 
         def load() -> None:
-            self.load(found[0], self.ranks.first(lambda: read_state(found[0])))
+            self.load(found[0], self.ranks.first(lambda: read_run_state(found[0])))
 
         self.times["find_s"] = self.seconds(find)
         self.times["load_s"] = self.seconds(load)
