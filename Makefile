@@ -15,7 +15,7 @@ test: $(READY)
 	@$(PY) tools/stages.py test
 
 lab: $(READY)
-	$(VENV)/bin/jupyter lab --notebook-dir notebooks
+	$(VENV)/bin/jupyter lab --config tools/lab/jupyter_server_config.py
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs serve

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_output
+from traitlets.config import PyFileConfigLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import export
+import pairs
 
 import notebooks
 
@@ -98,9 +97,9 @@ class Pair:
         code = notebooks.main(["--root", str(self.root), *arguments])
         return code, *self.capsys.readouterr()
 
-    def refusal(self) -> str:
-        """What --check says of a pair it refuses."""
-        code, _, err = self.run("--check")
+    def refusal(self, task: str = "--check") -> str:
+        """What a check says of a pair it refuses."""
+        code, _, err = self.run(task)
         assert code == 1
         assert "Traceback" not in err
         return err
@@ -156,7 +155,8 @@ def stored(executed: Path) -> nbformat.NotebookNode:
 
 def test_an_executed_notebook_passes_its_check(executed, stored):
     nbformat.validate(stored)
-    assert notebooks.main(["--root", str(executed.parent.parent), "--check"]) == 0
+    for task in ("--check", "--check-outputs"):
+        assert notebooks.main(["--root", str(executed.parent.parent), task]) == 0
 
 
 def test_a_second_execution_writes_the_same_bytes(executed):
@@ -173,7 +173,7 @@ def test_an_unchanged_notebook_is_not_executed(executed, capsys):
 
 
 def test_only_kernelspec_and_tags_are_stored_as_metadata(stored):
-    assert stored.metadata == {"kernelspec": notebooks.KERNELSPEC}
+    assert stored.metadata == {"kernelspec": pairs.KERNELSPEC}
     assert [cell.metadata for cell in stored.cells if cell.metadata] == [
         {"tags": ["a-tag"]}
     ]
@@ -281,18 +281,21 @@ def test_a_pair_in_order_passes(pair):
     assert pair.run("--check")[0] == 0
 
 
-def test_a_stale_notebook_is_shown_as_a_diff(pair):
+@pytest.mark.parametrize(
+    ("old", "new", "cell"),
+    [
+        ("print(1)", "print(2)", "cell 2 ('print(2)')"),
+        ("# %%\n", '# %% tags=["export"]\n', "cell 2 ('print(1)')"),
+        ("\n# %%\nprint(1)\n", "", "cell 2 ('print(1)')"),
+    ],
+)
+def test_a_notebook_whose_source_was_edited_is_stale(pair, old, new, cell):
     path = pair.make(("print(1)", "", said("1\n")))
-    path.write_text(path.read_text().replace("print(1)", "print(2)"))
-    said_of_it = pair.refusal()
-    assert "notebooks/01_a.ipynb: stale; run `make notebooks`" in said_of_it
-    assert "\n-print(1)\n+print(2)" in said_of_it
-
-
-def test_a_changed_tag_is_stale(pair):
-    path = pair.make(("print(1)", "", said("1\n")))
-    path.write_text(path.read_text().replace("# %%\n", '# %% tags=["export"]\n'))
-    assert "\n-# %% [code] \n+# %% [code] export" in pair.refusal()
+    path.write_text(path.read_text().replace(old, new))
+    assert pair.refusal() == (
+        f"notebooks/01_a.ipynb is not 01_a.py from {cell} on: it is stale; "
+        "run `make notebooks`\n"
+    )
 
 
 def test_file_times_decide_nothing(pair):
@@ -349,7 +352,8 @@ def drop_outputs(content):
 )
 def test_a_notebook_that_something_else_wrote_is_named(pair, change, complaint):
     edit(pair.make(("print(1)", "", said("1\n"))), change)
-    said_of_it = pair.refusal()
+    assert pair.run("--check")[0] == 0, "the cells are the same"
+    said_of_it = pair.refusal("--check-outputs")
     assert f"01_a.ipynb: not written by tools/notebooks.py: {complaint}" in said_of_it
 
 
@@ -359,7 +363,7 @@ def test_a_path_of_a_machine_is_named(pair, path):
     expected = (
         f'01_a.py:13 ("Cells"): a path of this machine in the output: saved {path}/x'
     )
-    assert expected in pair.refusal()
+    assert expected in pair.refusal("--check-outputs")
 
 
 IGNORE = "nbval-ignore-output"
@@ -379,7 +383,7 @@ def test_an_output_that_nbval_could_compare_is_not_ignored(pair, outputs, kind):
     pair.make(("show()", IGNORE, outputs))
     assert (
         f'notebooks/01_a.py:13 ("Cells"): tagged {IGNORE}, but its output is {kind}'
-    ) in pair.refusal()
+    ) in pair.refusal("--check-outputs")
 
 
 @pytest.mark.parametrize(
@@ -388,29 +392,29 @@ def test_an_output_that_nbval_could_compare_is_not_ignored(pair, outputs, kind):
 )
 def test_times_versions_and_devices_may_be_ignored(pair, text):
     pair.make(("show()", IGNORE, said(text)))
-    assert pair.run("--check")[0] == 0
+    assert pair.run("--check-outputs")[0] == 0
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("01_a", 4), ("08_training", 10)])
 def test_ignored_cells_are_few(pair, name, allowed):
     cells = [(f"show({i})", IGNORE, said(f"{i} s")) for i in range(allowed)]
     pair.make(*cells, name=name)
-    assert pair.run("--check")[0] == 0
+    assert pair.run("--check-outputs")[0] == 0
     pair.make(*cells, ("show()", IGNORE, said("1 s")), name=name)
     assert (
         f"notebooks/{name}.py: {allowed + 1} cells are tagged {IGNORE}, "
         f"at most {allowed} may be: lines 13, 16"
-    ) in pair.refusal()
+    ) in pair.refusal("--check-outputs")
 
 
 def test_a_large_notebook_is_named_with_its_largest_output(pair):
     pair.make(("A = 1", "", said("x" * 90_000)), ("B = 2", "", said("x" * 305_000)))
-    assert pair.run("--check")[0] == 0
+    assert pair.run("--check-outputs")[0] == 0
     pair.make(("A = 1", "", said("x" * 100_000)), ("B = 2", "", said("x" * 305_000)))
     assert (
         "notebooks/01_a.ipynb: 406 kB, at most 400; the largest output, 305 kB, is "
         'that of notebooks/01_a.py:16 ("Cells")'
-    ) in pair.refusal()
+    ) in pair.refusal("--check-outputs")
 
 
 def test_a_large_notebook_is_not_written(pair):
@@ -424,86 +428,210 @@ def test_a_large_notebook_is_not_written(pair):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [(HEADER, ""), ("# %%\n", "#%%\n"), ("(ipykernel)", "(my-venv)")],
+    ("old", "new", "complaint"),
+    [
+        (HEADER + "\n", "", r"1: {}; write '# ---\n' here and not '# %% [ma"),
+        ("# %%\n", "#%%\n", r"12: {}; write '# %%\n' here and not '#%%\n'"),
+        ("(ipykernel)", "(my-venv)", "4: {}; write '#     display_name: Python 3 (ipy"),
+        (
+            "print(1)\n",
+            "print(1)",
+            r"13: {}; write 'print(1)\n' here and not ",
+        ),
+    ],
 )
-def test_a_source_that_jupyterlab_would_rewrite_is_shown_as_a_diff(pair, old, new):
+def test_a_source_that_jupyterlab_would_rewrite_is_named(pair, old, new, complaint):
     path = pair.make(("print(1)", "", said("1\n")))
     path.write_text(path.read_text().replace(old, new))
+    shown = complaint.format("saving it in JupyterLab would change more than an edit")
     refusal = pair.refusal()
-    assert "01_a.py: saving it in JupyterLab would change more than an edit" in refusal
-    assert f"\n+{old.splitlines()[0]}" in refusal or "\n+#     display_name" in refusal
+    assert f"notebooks/01_a.py:{shown}" in refusal
+    assert refusal.count("\n") == 1
 
 
-# ------------------------------------------------------------------------ JupyterLab
+# -------------------------------------------------- which side was edited; JupyterLab
+
+
+def commit(root: Path) -> None:
+    """Commit everything below `root`, in a repository of its own."""
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
 
 
 @pytest.fixture
-def lab(tmp_path: Path):
-    """The contents API of a real JupyterLab on a copy of one committed pair."""
-    folder = tmp_path / "notebooks"
-    folder.mkdir()
-    for name in ("02_naive_scan.py", "02_naive_scan.ipynb", "jupytext.toml"):
-        shutil.copy(ROOT / "notebooks" / name, folder)
-    os.utime(folder / "02_naive_scan.py", (1e9, 1e9))  # as old as a clone may make it
-    token, log = secrets.token_hex(), tmp_path / "log"
-    with log.open("w") as stream:
-        server = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "jupyter", "lab", "--no-browser"),
-                *("--allow-root", "--ip=127.0.0.1", "--port=0"),
-                f"--ServerApp.root_dir={folder}",
-                f"--IdentityProvider.token={token}",
-                "--LanguageServerManager.autodetect=False",
-            ],
-            env={**os.environ, "HOME": str(tmp_path)},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield folder, lambda *a, **k: request(log, server, token, *a, **k)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(10)
+def committed(pair: Pair) -> Path:
+    """The .py of a committed pair."""
+    path = pair.make(("X = 1", "", []), ("print(X)", "", said("1\n")))
+    commit(pair.root)
+    return path
 
 
-def request(log: Path, server: subprocess.Popen, token: str, path: str, body=None):
-    """Ask the server, once it listens, for a file; put `body` there if given."""
-    for _ in range(600):
-        assert server.poll() is None, log.read_text()
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)/lab", log.read_text()):
-            message = urllib.request.Request(
-                f"http://127.0.0.1:{found[1]}/api/contents/{path}",
-                data=body and json.dumps(body).encode(),
-                method="PUT" if body else "GET",
-                headers={"Authorization": f"token {token}"},
-            )
-            try:
-                return json.load(urllib.request.urlopen(message, timeout=20))
-            except urllib.error.HTTPError as error:
-                pytest.fail(error.read().decode())
-            except urllib.error.URLError:
-                pass  # printed its address, does not listen yet
-        time.sleep(0.1)
-    pytest.fail(f"JupyterLab did not start:\n{log.read_text()}")
+def edit_source(path: Path) -> None:
+    path.write_text(path.read_text().replace("X = 1", "X = 3"))
 
 
-def test_a_save_in_jupyterlab_carries_the_edit_and_nothing_else(lab, capsys):
-    folder, contents = lab
-    source = folder / "02_naive_scan.py"
-    before = source.read_text()
-    model = contents("02_naive_scan.ipynb")["content"]
-    cell = [c for c in model["cells"] if c["cell_type"] == "markdown"][1]
-    first_line = cell["source"].split("\n")[0]
-    cell["source"] = cell["source"].replace(first_line, f"{first_line}, edited", 1)
-    # What the browser adds when a kernel has run.
-    model["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
-    for other in model["cells"]:
-        other["metadata"]["trusted"] = True
-    body = {"type": "notebook", "format": "json", "content": model}
-    contents("02_naive_scan.ipynb", body)
-    expected = before.replace(f"# {first_line}\n", f"# {first_line}, edited\n", 1)
-    assert expected != before
-    assert source.read_text() == expected
-    assert notebooks.main(["--root", str(folder.parent), "--check"]) == 1
-    assert "not written by tools/notebooks.py" in capsys.readouterr().err
+def edit_stored(content: dict) -> None:
+    content["cells"][2]["source"] = ["print(X + 1)"]
+
+
+def delete_the_last(content: dict) -> None:
+    del content["cells"][2]
+
+
+def add_a_tag(content: dict) -> None:
+    content["cells"][2]["metadata"]["tags"] = ["export"]
+
+
+edits_of_the_ipynb = pytest.mark.parametrize(
+    "change", [edit_stored, delete_the_last, add_a_tag]
+)
+TAKE = "`.venv/bin/python tools/notebooks.py --take-ipynb 01`"
+DROP = "`git checkout notebooks/01_a.ipynb` drops it"
+
+
+@edits_of_the_ipynb
+def test_an_edit_of_the_ipynb_is_named_kept_and_brought_over(pair, committed, change):
+    edit(committed, change)
+    stored = committed.with_suffix(".ipynb")
+    before = [committed.read_bytes(), stored.read_bytes()]
+    expected = f": the .ipynb was edited; {TAKE} brings that over, {DROP}\n"
+    assert pair.refusal().endswith(expected)
+    code, _, err = pair.run("--force")
+    assert (code, err.endswith(expected)) == (1, True)
+    code = export.main(["--root", str(pair.root)])
+    assert (code, pair.capsys.readouterr().err.endswith(expected)) == (1, True)
+    assert [committed.read_bytes(), stored.read_bytes()] == before
+
+    code, out, _ = pair.run("--take-ipynb", "01")
+    assert (code, out) == (
+        0,
+        "wrote notebooks/01_a.py; `make export notebooks` does the rest\n",
+    )
+    assert pair.run("--check")[0] == 0
+    assert stored.read_bytes() == before[1]
+    assert notebooks.load_source(committed).cells[1].source == "X = 1"
+    assert pair.run()[0] == 0, "executed"
+    assert pair.run("--check-outputs")[0] == 0
+
+
+def test_an_edit_of_each_side_is_brought_over_by_neither(pair, committed):
+    edit_source(committed)
+    edit(committed, edit_stored)
+    before = committed.read_bytes()
+    expected = (
+        "notebooks/01_a.ipynb is not 01_a.py from cell 2 ('X = 3') on: both were "
+        f"edited; commit the .py, then {TAKE} puts the cells of the .ipynb in its "
+        f"place, {DROP}\n"
+    )
+    assert pair.refusal() == expected
+    for arguments in (["--force"], ["--take-ipynb", "01"]):
+        code, _, err = pair.run(*arguments)
+        assert code
+        assert err == expected
+    assert committed.read_bytes() == before
+    commit(pair.root)
+    pair.run("--take-ipynb", "01")
+    assert "print(X + 1)" in committed.read_text()
+
+
+def test_an_edit_of_the_py_is_executed_whatever_was_committed(pair, committed):
+    for value in (3, 4):  # the second time the .ipynb is not the committed one
+        source = re.sub(r"X = \d", f"X = {value}", committed.read_text())
+        committed.write_text(source)
+        assert "it is stale; run `make notebooks`" in pair.refusal()
+        assert export.main(["--root", str(pair.root)]) == 0
+        code, _, err = pair.run("--take-ipynb", "01")
+        assert (code, "it is stale; run `make notebooks`" in err) == (2, True)
+        assert pair.run()[0] == 0
+    stored = nbformat.read(committed.with_suffix(".ipynb"), 4)
+    assert stored.cells[2].outputs[0].text == "4\n"
+    assert "has no edit that the .py lacks" in pair.run("--take-ipynb", "01")[2]
+
+
+def test_without_git_the_ids_say_who_edited(pair):
+    path = pair.make(("X = 1", "", []), ("print(X)", "", said("1\n")))
+    edit_source(path)
+    assert "it is stale; run `make notebooks`" in pair.refusal()
+    edit_source(path)
+    edit(path, edit_stored)
+    assert "the .ipynb was edited" in pair.refusal()
+
+
+def saved_in_lab(path: Path, change) -> nbformat.NotebookNode:
+    """The .ipynb beside `path` after a save in JupyterLab of what `change` made."""
+    on_screen = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+    change(on_screen)
+    on_screen.metadata["language_info"] = {"name": "python"}
+    for cell in on_screen.cells:
+        cell.metadata["trusted"] = True
+    notebook = pairs.keep_outputs(on_screen, path, path.parents[1])
+    path.with_suffix(".ipynb").write_text(notebooks.dumps(notebook))
+    path.write_text(pairs.as_saved(on_screen, path.parents[1]))
+    return notebook
+
+
+def run_all(screen: nbformat.NotebookNode) -> None:
+    screen.cells[1].execution_count = 7
+    screen.cells[2].update(execution_count=8, outputs=said("a run\n"))
+
+
+def edit_and_run(screen: nbformat.NotebookNode) -> None:
+    screen.cells[2].source = "print(X, __file__)"
+    run_all(screen)
+    screen.cells[2].outputs = said(f"1 {sys.prefix}/x\n{Path.home()}/y\n")
+
+
+def undo(screen: nbformat.NotebookNode) -> None:
+    screen.cells[2].source = "print(X)"
+    run_all(screen)
+
+
+def test_a_save_keeps_what_the_last_commit_has_of_unedited_cells(pair, committed):
+    before = committed.with_suffix(".ipynb").read_bytes()
+    saved_in_lab(committed, run_all)
+    assert committed.with_suffix(".ipynb").read_bytes() == before
+    notebook = saved_in_lab(committed, edit_and_run)
+    assert [c.get("execution_count") for c in notebook.cells] == [None, 1, None]
+    assert notebook.cells[2].outputs == said("1 <python>/x\n~/y\n")
+    assert pair.run("--check")[0] == 0
+    assert "was not executed in order" in pair.refusal("--check-outputs")
+    saved_in_lab(committed, undo)
+    assert committed.with_suffix(".ipynb").read_bytes() == before
+
+
+def test_a_save_keeps_what_was_executed_since_the_last_commit(pair, committed):
+    edit_source(committed)
+    assert pair.run()[0] == 0
+    before = committed.with_suffix(".ipynb").read_bytes()
+    assert b"3\\n" in before
+    saved_in_lab(committed, lambda screen: None)
+    assert committed.with_suffix(".ipynb").read_bytes() == before
+
+
+def test_a_save_of_a_copy_outside_of_git_keeps_the_outputs_of_the_reader(pair):
+    path = pair.make(("X = 1", "", []), ("print(X)", "", said("1\n")))
+    notebook = saved_in_lab(path, run_all)
+    assert notebook.cells[2].outputs == said("a run\n")
+
+
+def test_the_hook_of_make_lab_writes_both_files_in_their_normal_form():
+    place = ROOT / "tools" / "lab"
+    config = PyFileConfigLoader("jupyter_server_config.py", str(place)).load_config()
+    hook = config.FileContentsManager.pre_save_hook
+    source = min((ROOT / "notebooks").glob("*.py"))
+    text, stored = source.read_text(), source.with_suffix(".ipynb")
+    other = text.replace("Python 3 (ipykernel)", "my kernel")
+    assert other != text
+    model = {"type": "file", "content": other}
+    hook(model=model, path=source.name, contents_manager=None)
+    assert model["content"] == text
+    content = json.loads(stored.read_text())
+    content["metadata"]["language_info"] = {"name": "python"}
+    content["cells"][1]["metadata"]["collapsed"] = True
+    model = {"type": "notebook", "content": content}
+    hook(model=model, path=stored.name, contents_manager=None)
+    assert notebooks.dumps(model["content"]) == stored.read_text()
+    model = {"type": "notebook", "content": {"mine": 1}}
+    hook(model=model, path="Untitled.ipynb", contents_manager=None)
+    assert model["content"] == {"mine": 1}

@@ -135,7 +135,7 @@ def test_page_offers_the_download_and_the_line_that_opens_it(tmp_path):
     page, _ = site.notebook_page(write_notebook(tmp_path, "01_a", TITLE))
     assert page.startswith("# A title\n")
     assert "[01_a.ipynb](01_a.ipynb)" in page
-    assert "jupyter lab notebooks/01_a.ipynb" in page
+    assert "\n    make lab\n" in page
 
 
 def test_notebook_links_lead_to_pages_and_lists_stand_apart(tmp_path):

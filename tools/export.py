@@ -30,6 +30,7 @@ from pathlib import Path
 
 import jupytext
 from jupytext.magics import comment_magic
+from pairs import PERCENT, compare
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = Path("mamba3lite/models")
@@ -99,7 +100,7 @@ def notebook_paths(root: Path) -> list[Path]:
 def read_notebook(path: Path) -> Notebook:
     """Read a py:percent notebook; every cell knows its heading and its line."""
     text = path.read_text(encoding="utf-8")
-    raw = jupytext.reads(text, fmt={"extension": ".py", "format_name": "percent"})
+    raw = jupytext.reads(text, fmt=PERCENT)
     cells, position = [], 0
     heading, slug, seen = "", "", {}
     for cell in raw.cells:
@@ -455,6 +456,14 @@ def orphans(root: Path, texts: dict[Path, str]) -> Iterator[str]:
             )
 
 
+def edits_left_behind(root: Path) -> Iterator[str]:
+    """A line for every .ipynb that was edited where its .py, the source, was not."""
+    for path in notebook_paths(root):
+        fault, edited = compare(path)
+        if ".ipynb" in edited:
+            yield fault
+
+
 def difference(path: Path, found: str, expected: str) -> str:
     """A unified diff from the module as it is to the module the notebooks make."""
     return "".join(
@@ -475,6 +484,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         texts, faults = build(options.root)
+        if not options.check:
+            faults += edits_left_behind(options.root)
     except Fault as fault:
         texts, faults = {}, [str(fault)]
     for fault in faults:

@@ -1,30 +1,29 @@
 """Execute the notebooks: every notebooks/NN_name.py makes an .ipynb with outputs.
 
-    python tools/notebooks.py             execute what changed
-    python tools/notebooks.py 02 07       execute these
-    python tools/notebooks.py --force     execute all: the package may have changed
-    python tools/notebooks.py --check     compare the pairs, execute nothing
+    python tools/notebooks.py                  execute what changed
+    python tools/notebooks.py 02 07            execute these
+    python tools/notebooks.py --force          execute all: the package may have changed
+    python tools/notebooks.py --check          compare the cells of the pairs
+    python tools/notebooks.py --check-outputs  look at what the .ipynb store
+    python tools/notebooks.py --take-ipynb 02  write the .py from an edited .ipynb
 
-The .py is the source and is never written here. The .ipynb is a function of it: cell
-ids come from the sources, only `kernelspec` and `tags` are kept as metadata, paths of
-this machine are replaced. File times decide nothing, a fresh clone has none to trust.
+The .py is the source, and the .ipynb is a function of it, in the normal form of
+tools/pairs.py. File times decide nothing, a fresh clone has none to trust. An .ipynb
+that was edited is not overwritten.
 """
 
 import argparse
-import difflib
-import hashlib
 import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 import jupytext
-import nbformat
 from export import ROOT, Cell, Fault, notebook_paths, read_notebook
-from jupytext.config import JupytextConfiguration, load_jupytext_configuration_file
 from nbclient import NotebookClient
 from nbclient.exceptions import (
     CellExecutionError,
@@ -32,13 +31,21 @@ from nbclient.exceptions import (
     DeadKernelError,
 )
 from nbformat import NotebookNode
+from pairs import (
+    PERCENT,
+    as_saved,
+    compare,
+    dumps,
+    jupytext_config,
+    load_source,
+    load_stored,
+    machine_places,
+    normalize,
+    sanitize,
+)
 
-PERCENT = {"extension": ".py", "format_name": "percent"}
-KERNELSPEC = {
-    "display_name": "Python 3 (ipykernel)",
-    "language": "python",
-    "name": "python3",
-}
+from mamba3lite.files import write_whole
+
 MAX_BYTES = 400_000
 CELL_TIMEOUT = 300  # seconds; a whole notebook should take a fifth of that
 IGNORE = "nbval-ignore-output"
@@ -58,140 +65,40 @@ VARIES = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-# The boundary before it keeps the search linear in a long line without spaces.
-CELL_FILE = re.compile(r"""(?<![^\s"'(])[^\s"'(]*/ipykernel_\d+/\d+\.py""")
 MACHINE_PATH = re.compile(
     r"(?<![\w.~>-])/(home|root|Users|tmp|var|opt|usr|mnt|private)/"
 )
-
-
-# ------------------------------------------------------------------------- the pieces
-
-
-def load_source(path: Path) -> NotebookNode:
-    """The notebook of a .py as it is before execution: ids set, outputs empty."""
-    notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt=PERCENT)
-    return normalize(notebook)
-
-
-def normalize(notebook: NotebookNode) -> NotebookNode:
-    """Set the ids of the cells and drop all metadata but kernelspec and tags."""
-    notebook.metadata = NotebookNode(kernelspec=NotebookNode(KERNELSPEC))
-    notebook.nbformat, notebook.nbformat_minor = 4, 5
-    for cell, name in zip(notebook.cells, cell_ids(notebook.cells), strict=True):
-        cell.id = name
-        tags = cell.metadata.get("tags")
-        cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
-    return notebook
-
-
-def cell_ids(cells: list[NotebookNode]) -> Iterator[str]:
-    """An id a cell: the hash of its source, with a counter from its second equal on."""
-    seen: dict[str, int] = {}
-    for cell in cells:
-        name = hashlib.sha256(cell.source.encode()).hexdigest()[:12]
-        seen[name] = seen.get(name, 0) + 1
-        yield name if seen[name] == 1 else f"{name}-{seen[name]}"
-
-
-def inputs(notebook: NotebookNode) -> list[str]:
-    """What a reader edits in each cell, as text: type, tags and source."""
-    return [
-        f"# %% [{cell.cell_type}] {' '.join(cell.metadata.get('tags', []))}\n"
-        f"{cell.source}\n"
-        for cell in notebook.cells
-    ]
-
-
-def texts_of(output: NotebookNode) -> list[str]:
-    """Every text of an output; pictures have none."""
-    if output.output_type == "stream":
-        return [output.text]
-    if output.output_type == "error":
-        return [output.ename, output.evalue, *output.traceback]
-    return [text for kind, text in output.data.items() if not kind.startswith("image/")]
-
-
-def sanitize(value: object, places: dict[str, str]) -> object:
-    """`value`, a part of an output, with the paths of this machine replaced.
-
-    Not in pictures: the base64 of a PNG may spell a path by chance.
-    """
-    if isinstance(value, str):
-        value = CELL_FILE.sub("<cell>", value)
-        for place, name in places.items():
-            value = re.sub(rf"{re.escape(place)}(?![\w.-])", name, value)
-        return value
-    if isinstance(value, list):
-        return [sanitize(part, places) for part in value]
-    if isinstance(value, dict):
-        return NotebookNode(
-            (key, part if key.startswith("image/") else sanitize(part, places))
-            for key, part in value.items()
-        )
-    return value
-
-
-def machine_places(root: Path) -> dict[str, str]:
-    """Folders of this machine, longest first, and what stands for them in outputs."""
-    places = {
-        sys.prefix: "<python>",
-        sys.base_prefix: "<python>",
-        str(root.resolve()): "<repo>",
-        str(Path.home()): "~",
-    }
-    places.pop("/", None)
-    return dict(sorted(places.items(), key=lambda item: -len(item[0])))
-
-
-def dumps(notebook: NotebookNode) -> str:
-    """The text of an .ipynb."""
-    return nbformat.writes(notebook, version=nbformat.NO_CONVERT) + "\n"
 
 
 # ------------------------------------------------------------------------ the checks
 
 
 def check_source(path: Path, root: Path) -> Iterator[str]:
-    """A line with a diff where JupyterLab would rewrite the .py by saving it."""
+    """A line that says where JupyterLab would rewrite the .py by saving it."""
     text = path.read_text(encoding="utf-8")
-    config = jupytext_config(root)
-    notebook = jupytext.reads(text, fmt=PERCENT, config=config)
-    notebook.metadata["kernelspec"] = NotebookNode(KERNELSPEC)
-    saved = jupytext.writes(notebook, fmt=PERCENT, config=config)
-    if saved != text:
-        diff = difflib.unified_diff(
-            text.splitlines(), saved.splitlines(), path.name, "as saved", lineterm=""
-        )
-        yield (
-            f"notebooks/{path.name}: saving it in JupyterLab would change more than an "
-            "edit; write it as jupytext does:\n" + "\n".join(diff)
-        )
+    notebook = jupytext.reads(text, fmt=PERCENT, config=jupytext_config(root))
+    saved = as_saved(notebook, root)
+    lines = (z.splitlines(keepends=True) for z in (text, saved))
+    for number, (line, wanted) in enumerate(zip_longest(*lines, fillvalue=""), 1):
+        if line != wanted:
+            yield (
+                f"notebooks/{path.name}:{number}: saving it in JupyterLab would change "
+                f"more than an edit; write {wanted!r} here and not {line!r}"
+            )
+            return
 
 
-def check_pair(path: Path) -> Iterator[str]:
-    """A line for everything that is wrong with the .ipynb beside `path`."""
+def check_stored(path: Path) -> Iterator[str]:
+    """A line for everything that is wrong with what the .ipynb beside `path` stores."""
     name = f"notebooks/{path.stem}.ipynb"
-    stored_path = path.with_suffix(".ipynb")
-    if not stored_path.exists():
-        yield f"{name}: missing; run `make notebooks`"
+    if fault := compare(path).fault:
+        yield fault
         return
-    try:
-        stored = nbformat.read(stored_path, as_version=nbformat.NO_CONVERT)
-    except nbformat.reader.NotJSONError:
-        yield f"{name}: not a notebook (a merge?); run `make notebooks`"
-        return
-    source = load_source(path)
-    if inputs(stored) != inputs(source):
-        old = "\n".join(inputs(stored)).splitlines()
-        new = "\n".join(inputs(source)).splitlines()
-        diff = difflib.unified_diff(old, new, name, path.name, n=1, lineterm="")
-        yield f"{name}: stale; run `make notebooks`:\n" + "\n".join(diff)
-        return
+    stored, source = load_stored(path), load_source(path)
     cells = read_notebook(path).cells
     yield from check_shape(stored, source, cells, name)
     yield from check_outputs(stored, cells)
-    if stored_path.stat().st_size > MAX_BYTES:
+    if path.with_suffix(".ipynb").stat().st_size > MAX_BYTES:
         yield too_large(stored, cells, name)
 
 
@@ -240,6 +147,15 @@ def check_outputs(stored: NotebookNode, cells: tuple[Cell, ...]) -> Iterator[str
         )
 
 
+def texts_of(output: NotebookNode) -> list[str]:
+    """Every text of an output; pictures have none."""
+    if output.output_type == "stream":
+        return [output.text]
+    if output.output_type == "error":
+        return [output.ename, output.evalue, *output.traceback]
+    return [text for kind, text in output.data.items() if not kind.startswith("image/")]
+
+
 def what_is_shown(cell: NotebookNode) -> str:
     """The kind of a code cell's output, for a message."""
     if not cell.outputs:
@@ -268,11 +184,6 @@ def check_orphans(root: Path) -> Iterator[str]:
     for path in sorted((root / "notebooks").glob("*.ipynb")):
         if not path.with_suffix(".py").exists():
             yield f"notebooks/{path.name}: has no .py beside it; delete it"
-
-
-def jupytext_config(root: Path) -> JupytextConfiguration:
-    """The pairing configuration that JupyterLab uses for the notebooks of `root`."""
-    return load_jupytext_configuration_file(str(root / "notebooks" / "jupytext.toml"))
 
 
 # --------------------------------------------------------------------- the execution
@@ -337,11 +248,19 @@ def execute(path: Path, root: Path) -> NotebookNode:
 def write(path: Path, notebook: NotebookNode) -> int:
     """Write the .ipynb beside `path` in one piece; returns its size in bytes."""
     text = dumps(notebook)
-    target = path.with_suffix(".ipynb")
-    partial = target.with_suffix(".ipynb.part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(target)
+    write_whole(path.with_suffix(".ipynb"), text)
     return len(text.encode())
+
+
+def take_ipynb(path: Path, root: Path) -> None:
+    """Write `path` from its edited .ipynb; raises Fault if `path` has an edit too."""
+    fault, edited = compare(path)
+    if not fault:
+        fault = f"notebooks/{path.stem}.ipynb: has no edit that the .py lacks"
+    if edited != {".ipynb"}:
+        raise Fault(fault)
+    write_whole(path, as_saved(load_stored(path), root))
+    print(f"wrote notebooks/{path.name}; `make export notebooks` does the rest")
 
 
 def select(paths: list[Path], names: list[str]) -> list[Path]:
@@ -361,7 +280,11 @@ def run_all(paths: list[Path], root: Path, everything: bool) -> list[str]:
     """Execute and write notebooks one after the other; returns the faults."""
     faults = []
     for path in paths:
-        if not everything and not [*check_pair(path)]:
+        fault, edited = compare(path)
+        if ".ipynb" in edited:
+            faults.append(fault)
+            continue
+        if not everything and not [*check_stored(path)]:
             print(f"{path.stem}: unchanged", flush=True)
             continue
         print(f"{path.stem}: running", flush=True)
@@ -380,23 +303,34 @@ def main(arguments: list[str] | None = None) -> int:
     """Execute or check the notebooks; 0 when all is well, 1 with the reasons if not."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="numbers or names; all without")
-    parser.add_argument("--check", action="store_true", help="compare, execute nothing")
-    parser.add_argument(
-        "--force", action="store_true", help="execute unchanged ones too"
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--check", action="store_true", help="compare, execute nothing")
+    task.add_argument(
+        "--check-outputs", action="store_true", help="look at what the .ipynb store"
     )
+    task.add_argument("--take-ipynb", action="store_true", help="the .ipynb was edited")
+    task.add_argument("--force", action="store_true", help="execute unchanged ones too")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args(arguments)
+    if options.take_ipynb and not options.names:
+        parser.error("--take-ipynb: of which notebooks? (their numbers)")
     root = options.root.resolve()
     try:
         paths = notebook_paths(root)
         chosen = select(paths, options.names) if options.names else paths
+        if options.take_ipynb:
+            for path in chosen:
+                take_ipynb(path, root)
+            return 0
     except Fault as fault:
         print(fault, file=sys.stderr)
         return 2
     faults = [fault for path in chosen for fault in check_source(path, root)]
     if options.check:
-        faults += [fault for path in chosen for fault in check_pair(path)]
+        faults += [fault for path in chosen if (fault := compare(path).fault)]
         faults += check_orphans(root)
+    elif options.check_outputs:
+        faults += [fault for path in chosen for fault in check_stored(path)]
     elif not faults:
         faults = run_all(chosen, root, options.force or bool(options.names))
     for fault in faults:

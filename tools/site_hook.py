@@ -372,9 +372,9 @@ def _exported_to(tags: list[str], home_module: str | None) -> str | None:
 def _how_to_open(name: str) -> str:
     return (
         f'!!! notebook "This page is a notebook"\n\n'
-        f"    Download [{name}]({name}), or run it from a clone of the repository,\n"
-        f"    after `make lab` has installed what it needs:\n\n"
-        f"    ```console\n    .venv/bin/jupyter lab notebooks/{name}\n    ```"
+        f"    Download [{name}]({name}), or open it in a clone of the repository, in\n"
+        f"    the JupyterLab that this starts:\n\n"
+        f"    ```console\n    make lab\n    ```"
     )
 
 

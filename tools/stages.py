@@ -26,6 +26,7 @@ CHECK = {
     "fast tests": "pytest -q -m 'not slow'",
 }
 TEST = CHECK | {
+    "outputs": "python tools/notebooks.py --check-outputs",
     "slow tests": "pytest -q -m slow",
     "notebooks": "pytest -q --nbval --nbval-current-env --nbval-cell-timeout 120 "
     "--nbval-sanitize-with notebooks/nbval.cfg --timeout 600 notebooks",
