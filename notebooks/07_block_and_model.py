@@ -240,8 +240,13 @@ class MIMO(nn.Module):
 
     def __init__(self, n_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(n_heads * head_dim))
-        self.weight._identity_init = True  # the model's initializer leaves it alone
+        self.weight = nn.Parameter(torch.empty(n_heads * head_dim, n_heads * head_dim))
+        self.weight._identity_init = True  # no initializer of matrices may touch it
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make it the identity."""
+        nn.init.eye_(self.weight)
 
     def forward(
         self, y: Float[Tensor, "B T H D"], product=F.linear
@@ -447,7 +452,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mamba3lite.models.config import ModelConfig
 from mamba3lite.models.mimo import MIMO
-from mamba3lite.models.ssd_complex import KernelUnavailable, ssd_complex_chunkwise
+from mamba3lite.models.ssd_complex import (
+    KernelUnavailable,
+    autocast_dtype,
+    ssd_complex_chunkwise,
+)
 
 
 def init_decay(n_heads: int, a_init: str) -> Complex[Tensor, "H"]:
@@ -557,6 +566,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mamba3lite.models.ssd_complex import autocast_dtype
 from mamba3lite.models.ssd_fused import _start, _watched
 from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
 
@@ -711,9 +721,7 @@ def add_norm(
 
     Source: notebook 07, "The sum and its norm".
     """
-    device, dtype = u.device.type, u.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(u.device.type) or u.dtype
     return _AddNorm.apply(u, branch, norm.weight, norm.eps, dtype)
 
 
@@ -1113,6 +1121,24 @@ class Mamba3Block(nn.Module):
         self.ffn_gate_up = nn.Linear(cfg.d_model, 2 * cfg.ffn_dim, bias=False)
         self.ffn_down = nn.Linear(cfg.ffn_dim, cfg.d_model, bias=False)
         self._triton_fallback_warned = False
+        self._refusals: dict[torch.device, str] = {}  # what a launch said there
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start: A by a_init, the mixer as the identity, gains of 1, matrices normal.
+
+        Their deviation is init_std; of what writes into the residual stream,
+        init_std / sqrt(2 n_layers).
+        """
+        cfg = self.cfg
+        self.A.copy_(init_decay(cfg.n_heads, cfg.a_init))
+        for module in (self.norm_ssd, self.mimo, self.norm_ffn):
+            module.reset_parameters()
+        narrow = cfg.init_std / (2 * cfg.n_layers) ** 0.5
+        self.in_proj.weight.normal_(0.0, cfg.init_std)
+        self.out_proj.weight.normal_(0.0, narrow)
+        self.ffn_gate_up.weight.normal_(0.0, cfg.init_std)
+        self.ffn_down.weight.normal_(0.0, narrow)
 
     def forward(
         self,
@@ -1122,13 +1148,14 @@ class Mamba3Block(nn.Module):
         return_final_states: bool = False,
     ):
         """Apply the block; with return_final_states also return the scan's state."""
+        run = self._forward_impl
         if self.cfg.grad_checkpoint and self.training:
-            return checkpoint(
-                self._forward_impl,
-                *(u, reset, initial_states, return_final_states),
-                use_reentrant=False,
-            )
-        return self._forward_impl(u, reset, initial_states, return_final_states)
+            run = partial(checkpoint, self._forward_impl, use_reentrant=False)
+        fused = self.fuses(u)
+        out = run(u, reset, initial_states, return_final_states)
+        if fused and not self.fuses(u):  # a launch was refused: none of it is fused
+            out = run(u, reset, initial_states, return_final_states)
+        return out
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
         u, proj = self._project(u)
@@ -1147,7 +1174,7 @@ class Mamba3Block(nn.Module):
     def _finish(self, u, y):
         """Add both branches, the first from the output of the scan."""
         add_norm, swiglu = self.row_operations(u)
-        if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
+        if autocast_dtype(y.device.type) is None:  # which converts by itself
             y = y.to(self.mimo.weight.dtype)
         mixed = self._times(self.mimo, y).flatten(-2)
         u, normed = add_norm(u, self._times(self.out_proj, mixed), self.norm_ffn)
@@ -1221,6 +1248,7 @@ class Mamba3Block(nn.Module):
         try:
             return scan(dispatch)
         except (ImportError, KernelUnavailable) as error:
+            self._refusals[proj.device] = str(error)
             self._warn_fallback(str(error))
             return scan("pytorch")
 
@@ -1251,14 +1279,16 @@ class Mamba3Block(nn.Module):
         )
 
     def __getstate__(self):
-        """A copy has not warned anybody yet."""
-        return self.__dict__ | {"_triton_fallback_warned": False}
+        """A copy has not warned anybody yet, and may be meant for another machine."""
+        return self.__dict__ | {"_triton_fallback_warned": False, "_refusals": {}}
 
     def _usable_dispatch(self, device: torch.device) -> str:
         """The configured dispatch, or "pytorch" with one warning when it cannot run."""
         cfg = self.cfg
         shapes = (cfg.head_dim, cfg.state_dim, cfg.chunk_size)
-        reason = _unavailable(cfg.ssd_dispatch, shapes, torch.float32, device)
+        reason = self._refusals.get(device)
+        if reason is None:
+            reason = _unavailable(cfg.ssd_dispatch, shapes, torch.float32, device)
         if reason is None:
             return cfg.ssd_dispatch
         self._warn_fallback(reason)
@@ -1513,11 +1543,12 @@ assert kept_numbers > 10 * (again_numbers + 2 * 100 * 8), "its input, and little
 # %% tags=["export"]
 import torch
 import torch.nn.functional as F
-from jaxtyping import Complex, Float, Int, Shaped
+from jaxtyping import Bool, Complex, Float, Int, Shaped
 from torch import Tensor, nn
 
 from mamba3lite.models.config import ModelConfig
 from mamba3lite.models.mamba_block import Mamba3Block
+from mamba3lite.models.ssd_complex import autocast_dtype
 
 _TOKENS_AT_ONCE = 2048  # whose logits exist; 412 MB in float32 for the default model
 
@@ -1719,8 +1750,8 @@ def _cross_entropy_sum(
     Source: notebook 07, "The loss without the logits".
     """
     device, dtype = hidden.device.type, hidden.dtype
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if dtype != torch.float64:
+        dtype = autocast_dtype(device) or dtype
     learns = torch.is_grad_enabled()
     wanted = [learns and z.requires_grad for z in (hidden, weight)]
     if window:  # the place of a token in its window is that in the full forward
@@ -1864,8 +1895,9 @@ _TOKENS_AT_ONCE = 2048
 #
 # Two details of the initialization. A matrix that writes into the residual stream
 # starts narrower, by $1 / \sqrt{2 L}$ for the $2 L$ branches of $L$ layers, so that
-# their sum does not grow with depth. And a weight marked `_identity_init`, the mixer,
-# is left as it is.
+# their sum does not grow with depth. And every module knows its own start:
+# `reset_parameters` of the model goes through them, so that a model made on the device
+# `meta`, or a copy, can be started too.
 
 
 # %% tags=["export"]
@@ -1887,19 +1919,22 @@ class Mamba3Transformer(nn.Module):
         self.layers = nn.ModuleList(Mamba3Block(cfg, i) for i in range(cfg.n_layers))
         self.norm_f = nn.RMSNorm(cfg.d_model, cfg.rms_norm_eps)
         self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
-        if cfg.weight_tying:
-            self.lm_head.weight = self.embed.weight
-        self._init_weights()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def _init_weights(self) -> None:
-        """Normal(0, init_std) for matrices; what writes into the residual, narrower."""
-        residual_std = self.cfg.init_std / (2 * self.cfg.n_layers) ** 0.5
-        for name, weight in self.named_parameters():
-            if weight.ndim < 2 or getattr(weight, "_identity_init", False):
-                continue
-            into_residual = name.endswith(("out_proj.weight", "ffn_down.weight"))
-            weight.normal_(0.0, residual_std if into_residual else self.cfg.init_std)
+    def reset_parameters(self) -> None:
+        """Start every parameter anew: `Mamba3Block.reset_parameters`, tables likewise.
+
+        Ties the output head where the config asks for it.
+        """
+        if self.cfg.weight_tying:
+            self.lm_head.weight = self.embed.weight
+        self.embed.weight.normal_(0.0, self.cfg.init_std)
+        for layer in self.layers:
+            layer.reset_parameters()
+        self.norm_f.reset_parameters()
+        if not self.cfg.weight_tying:
+            self.lm_head.weight.normal_(0.0, self.cfg.init_std)
 
     def forward(
         self,
@@ -1909,6 +1944,7 @@ class Mamba3Transformer(nn.Module):
         reduction: str = "mean",
         states: list[Complex[Tensor, "B H D N"]] | None = None,
         return_states: bool = False,
+        previous_doc_ids: Int[Tensor, "B"] | None = None,
     ):
         """Logits, or the loss when targets are given.
 
@@ -1921,19 +1957,24 @@ class Mamba3Transformer(nn.Module):
                 `(loss_sum, n_valid)`.
             states: one state per layer to continue from, as return_states gave them.
             return_states: return `(logits, states)`; not together with targets.
+            previous_doc_ids: the document of the token before each row, where rows
+                continue sequences; without it the first token goes on with its states.
 
         Returns:
             logits (B, T, V) float32; a scalar loss; `(loss_sum, n_valid)`; or
             `(logits, states)` with states a list of (B, H, D, N) complex64.
 
         Raises:
-            TypeError: tokens, targets or doc_ids neither int64 nor int32.
+            TypeError: tokens, targets or document ids neither int64 nor int32.
             ValueError: an unknown reduction, shapes that differ, no token, ids out of
-                range (on a CPU, in eager mode), states that are not one per layer, or
-                targets together with return_states.
+                range (on a CPU, in eager mode), states that are not one per layer and
+                row, previous_doc_ids without doc_ids, or targets together with
+                return_states.
         """
         self._check_call(tokens, targets, doc_ids, reduction, return_states)
-        hidden, states = self._hidden(tokens, doc_ids, states, return_states)
+        reset = self._resets(tokens, doc_ids, previous_doc_ids)
+        states = self._checked_states(tokens, states)
+        hidden, states = self._hidden(tokens, reset, states, return_states)
         if targets is None:
             logits = self._head(hidden)
             return (logits, states) if return_states else logits
@@ -1976,20 +2017,50 @@ class Mamba3Transformer(nn.Module):
         logits = [torch.cat([h @ self.lm_head.weight.T for h in row]) for row in padded]
         return torch.stack(logits)[:, :time].float()
 
-    def _hidden(self, tokens, doc_ids, states, return_states=False):
-        """The last norm's output, and the state that every layer ends in."""
-        reset = None
-        if doc_ids is not None:
-            reset = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
+    def _resets(self, tokens, doc_ids, previous) -> Bool[Tensor, "B T"] | None:
+        """Where a document starts; None when all is one."""
+        if doc_ids is None:
+            if previous is not None:
+                raise ValueError("previous_doc_ids goes with doc_ids; got it alone")
+            return None
+        if previous is None:
+            previous = doc_ids[:, 0]
+        elif previous.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"previous_doc_ids is {previous.dtype}; wanted integers")
+        elif previous.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"previous_doc_ids has shape {tuple(previous.shape)}; wanted "
+                f"{tuple(tokens.shape[:1])}, one for every row"
+            )
+        first = torch.arange(doc_ids.shape[1], device=doc_ids.device) == 0
+        before = torch.where(first, previous.unsqueeze(-1), doc_ids.roll(1, 1))
+        return doc_ids != before
+
+    def _checked_states(self, tokens, states):
+        """One state, or None, for each layer; each with a row for each sequence."""
         if states is None:
-            states = [None] * len(self.layers)
+            return [None] * len(self.layers)
         if len(states) != len(self.layers):
             raise ValueError(
                 f"states holds {len(states)}; wanted {len(self.layers)}, one per layer"
             )
+        cfg = self.cfg
+        wanted = (len(tokens), cfg.n_heads, cfg.head_dim, cfg.state_dim)
+        for number, state in enumerate(states):
+            if state is not None and tuple(state.shape) != wanted:
+                raise ValueError(
+                    f"states[{number}] has shape {tuple(state.shape)}; wanted {wanted}"
+                )
+        return states
+
+    def _hidden(self, tokens, reset, states, return_states=False):
+        """The last norm's output, and the state that every layer ends in."""
         if self.cfg.batch_invariant and not self.by_rows():
             return self._in_windows(tokens, reset, states, return_states)
-        return self._through_layers(tokens, reset, states)
+        result = self._through_layers(tokens, reset, states)
+        if self.cfg.batch_invariant and not self.by_rows():  # a launch was refused
+            return self._in_windows(tokens, reset, states, return_states)
+        return result
 
     def _in_windows(self, tokens, reset, states, return_states):
         """One sequence and one window of chunk_size tokens at a time, padded to it.
@@ -2056,8 +2127,11 @@ class Mamba3Transformer(nn.Module):
                     f"{name} has shape {tuple(ids.shape)}; wanted {tuple(tokens.shape)}"
                     ", one for every token"
                 )
+        # Reading the values would wait for a device; fake tensors have none.
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-            return  # reading the values would wait for the device
+            return
+        if type(tokens) is not Tensor:
+            return
         self._check_ids("tokens", tokens)
         if targets is not None:
             self._check_ids("targets", targets[targets != -100])
@@ -2208,17 +2282,16 @@ plt.show()
 
 # %% [markdown]
 # ## Starting as the identity
-# What if the initializer treats the mixer like any other matrix? Remove the mark and
-# run it again. The matrix is then random, of size $0.02 \sqrt{H D}$: at $H D = 64$ the
-# branch comes out at 16% of its size, and no channel arrives where it left.
+# What if the mixer were drawn like any other matrix? It would then be random, of size
+# $0.02 \sqrt{H D}$: at $H D = 64$ the branch comes out at 16% of its size, and no
+# channel arrives where it left.
 
 # %%
 torch.manual_seed(9)
 scrambled = Mamba3Transformer(small)
 for layer in scrambled.layers:
     assert torch.equal(layer.mimo.weight, torch.eye(64))
-    del layer.mimo.weight._identity_init
-scrambled._init_weights()
+    nn.init.normal_(layer.mimo.weight, 0.0, small.init_std)
 y = torch.randn(1, 500, 4, 16)
 mixed = scrambled.layers[0].mimo(y).detach()
 gain = (mixed.norm() / y.norm()).item()
@@ -2226,7 +2299,7 @@ alike = F.cosine_similarity(mixed.flatten(), y.flatten(), dim=0).item()
 print(f"size {gain:.2f}, likeness {alike:.2f}; the identity: size 1, likeness 1")
 assert abs(gain - 0.02 * 64**0.5) < 0.02 and abs(alike) < 0.1
 model_mixer = Mamba3Transformer(small).layers[0].mimo
-assert torch.equal(model_mixer(y), y), "with the mark it is left alone"
+assert torch.equal(model_mixer(y), y), "it starts as the identity"
 
 # %% [markdown]
 # What this costs in training is measured in the last section.
@@ -2435,22 +2508,30 @@ plt.show()
 # - **The layout of `in_proj` is a contract with every saved weight.** A wrong slice has
 #   the right shape. Test it by nudging columns, not by reading.
 # - **`.to(torch.bfloat16)` takes the imaginary part of $A$.** Use autocast.
-# - **The mark `_identity_init` sits on the tensor.** `copy.deepcopy` drops it (checked
-#   below). Initialize once, in the constructor, and copy afterwards.
+# - **Initialize by module, not by tensor.** A mark on a tensor is lost where the tensor
+#   is made anew, by `copy.deepcopy` or by `to_empty` (checked below), and so is a tie.
 # - **Sum, then divide.** A mean of means is not the mean, and the mean of nothing is
 #   NaN.
 # - **Count parameters, not entries** of the state dict: tied tensors appear twice
 #   there.
-# - **`doc_ids` see changes inside one call only.** A call that starts a new document
-#   starts without `states`; carrying them over is a leak that `doc_ids` cannot see.
+# - **`doc_ids` see changes inside one call only.** Whether its first token goes on with
+#   the document that the states come from, `previous_doc_ids` says.
 # - **A loss that is too good is a bug** until shown otherwise.
 
 # %%
 import copy
 
 copied = copy.deepcopy(learned)
-assert not hasattr(copied.layers[0].mimo.weight, "_identity_init")
-assert copied.lm_head.weight is copied.embed.weight, "the tie survives"
+assert not hasattr(copied.layers[0].mimo.weight, "_identity_init"), "the mark is lost"
+with torch.device("meta"):
+    empty = Mamba3Transformer(small)  # shapes without numbers
+empty = empty.to_empty(device="cpu")
+assert empty.lm_head.weight is not empty.embed.weight, "the tie is lost"
+for start in (copied, empty):
+    start.reset_parameters()
+    assert start.lm_head.weight is start.embed.weight
+    assert torch.equal(start.layers[1].mimo.weight, torch.eye(64))
+    assert torch.equal(start.layers[1].A, init_decay(4, "spectrum"))
 
 # %% [markdown]
 # **Next:** [notebook 08](08_training.ipynb) trains this model on real text, with the

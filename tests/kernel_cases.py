@@ -148,3 +148,4 @@ def assert_fell_back(model: Mamba3Transformer, *reason: str) -> None:
         torch.testing.assert_close(got, plain(small_tokens()), atol=1e-5, rtol=0)
         assert torch.equal(got, plain(small_tokens()))
     assert all(layer._triton_fallback_warned for layer in model.layers)
+    assert not any(layer.fuses(logits[0]) for layer in model.layers), "no part of it"

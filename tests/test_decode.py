@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 from trainer_cases import tiny_model
 
 from mamba3lite.models import decode, ssd_triton
+from mamba3lite.models.config import ModelConfig
 from mamba3lite.models.decode import (
     RecurrentCache,
     recurrent_prefill,
     recurrent_step,
 )
 from mamba3lite.models.ssd_complex import ssd_naive_complex
+from mamba3lite.models.ssd_triton import HAS_TRITON
 from mamba3lite.models.transformer import Mamba3Transformer
 
 CHUNK, VOCAB = 16, 257
@@ -101,6 +104,91 @@ def test_prefill_and_steps_equal_one_forward_pass():
     assert got.dtype == torch.float32
     assert relative_error(got, expected) < 1e-5
     assert (cache.states[:, 4:6] == 0).all(), "slots of nobody are not touched"
+
+
+# Two values of every number, or what a kind of field may hold besides.
+OTHER = {
+    "vocab_size": 41, "d_model": 48, "n_layers": 2, "n_heads": 3, "head_dim": 32,
+    "state_dim": 32, "chunk_size": 32, "ffn_dim": 48, "max_seq_len": 8,
+    "rms_norm_eps": 0.1, "init_std": 0.3,
+}  # fmt: skip
+USUAL = {
+    "vocab_size": 37, "d_model": 32, "n_layers": 1, "n_heads": 2, "head_dim": 16,
+    "state_dim": 16, "chunk_size": 16, "ffn_dim": 32, "max_seq_len": 64,
+    "rms_norm_eps": 1e-5, "init_std": 0.1,
+}  # fmt: skip
+
+
+def values_of(field: dataclasses.Field) -> tuple:
+    """Every choice, both ways of a switch, two values of a number."""
+    if field.name in ModelConfig._CHOICES:
+        return ModelConfig._CHOICES[field.name]
+    if isinstance(field.default, bool):
+        return False, True
+    return USUAL[field.name], OTHER[field.name]  # a new field: give it two values
+
+
+def every_field() -> list:
+    return [
+        pytest.param({field.name: value}, id=f"{field.name}={value}")
+        for field in dataclasses.fields(ModelConfig)
+        for value in values_of(field)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("changes", every_field())
+@pytest.mark.parametrize("mode", ["recurrent", "exact"])
+def test_decode_equals_forward_for_every_field(changes, mode):
+    """A field cannot be added to the model and forgotten by the step.
+
+    Exact decode is compared in bits where PyTorch computes; interpreted kernels run on
+    whatever NumPy's products are.
+    """
+    if changes.get("ssd_dispatch", "pytorch") != "pytorch" and not HAS_TRITON:
+        pytest.skip("requires triton")
+    if mode == "exact":
+        if changes in ({"ssd_dispatch": "triton"}, {"batch_invariant": False}):
+            pytest.skip("exact decode refuses it")
+        changes = changes | {"batch_invariant": True}
+    if "ssd_precision" in changes:
+        changes = changes | {"ssd_dispatch": "fused"}
+    model = awake_model(**{"a_init": "spectrum"} | USUAL | changes).requires_grad_(
+        False
+    )
+    tokens, lengths = random_tokens(2, 24, vocab=USUAL["vocab_size"]), [19, 5]
+    cache = (RecurrentCache if mode == "recurrent" else decode.ExactCache)(model, 2)
+    slots, steps = int32(1, 0), 5
+    rows, start = torch.arange(2), torch.tensor(lengths)
+    read, step = {
+        "recurrent": (recurrent_prefill, recurrent_step),
+        "exact": (decode.exact_prefill, decode.exact_step),
+    }[mode]
+    got = [read(model, tokens[:, :19], start, cache, slots)]
+    got += [step(model, tokens[rows, start + i], cache, slots) for i in range(steps)]
+    wanted = full_logits(model, tokens, lengths, steps + 1)
+    bound = {"tf32": 5e-3, "bf16": 5e-2}.get(changes.get("ssd_precision"), 1e-4)
+    if model.cfg.ssd_dispatch == "fused":
+        bound = max(bound, 5e-3)  # whose precision is tf32 unless it is set
+    assert relative_error(torch.stack(got, 1), wanted) < bound
+    if mode == "exact" and model.cfg.ssd_dispatch == "pytorch":
+        assert torch.equal(torch.stack(got, 1), wanted)
+
+
+def test_a_field_that_decoding_does_not_know_is_refused_unless_it_is_unused():
+    """A new recurrence trains right; a step that was forgotten would write nonsense."""
+
+    @dataclasses.dataclass
+    class Extended(ModelConfig):
+        input_rule: str = "plain"
+        _CHOICES = ModelConfig._CHOICES | {"input_rule": ("plain", "scaled")}
+
+    small = dataclasses.asdict(tiny_model().cfg)
+    assert RecurrentCache(Mamba3Transformer(Extended(**small)), 1)
+    model = Mamba3Transformer(Extended(**small, input_rule="scaled"))
+    with pytest.raises(ValueError, match="input_rule is 'scaled'; decoding does not"):
+        RecurrentCache(model, 1)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -219,13 +219,19 @@ def test_the_loss_of_a_token_is_its_log_prob(dispatch):
 # ------------------------------------------------------------------ the kernels of rows
 
 
+# A sum rounded otherwise may be cut to a neighboring number of the precision.
+ROUNDING = {"ieee": 1e-6, "tf32": 1e-3, "bf16": 1e-2}
+
+
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize("precision", ["ieee", "tf32", "bf16"])
+@pytest.mark.parametrize("precision", ROUNDING)
 def test_every_row_and_boundary_state_of_the_scan(precision):
-    """Interpreted, a row of a product may depend on its tile: there, few rows do."""
-    differ = decode._rows_that_differ(DEVICE, 16, 16, 16, precision, torch.float32)
-    assert differ == 0 if COMPILED else differ <= 4, "of 40 rows"
+    """Bits are promised of compiled kernels; interpreted, NumPy multiplies."""
+    sizes = (16, 16, 16, precision, torch.float32)
+    for want, got in zip(*decode.scanned_twice(DEVICE, *sizes), strict=True):
+        assert (got - want).norm() < ROUNDING[precision] * want.norm()
+        assert torch.equal(got, want) or not COMPILED
 
 
 @pytest.mark.slow
@@ -559,7 +565,7 @@ class TestExactOnAGpu:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize("precision", ["bf16", "tf32", "ieee"])
     def test_rows_of_the_default_sizes(self, precision, dtype):
-        assert decode._rows_that_differ(DEVICE, 64, 64, 64, precision, dtype) == 0
+        assert decode._bits_agree(DEVICE, 64, 64, 64, precision, dtype)
 
     def test_tiles_agree(self):
         assert rows_module.tiles_agree(DEVICE)

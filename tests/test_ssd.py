@@ -817,6 +817,73 @@ def test_packed_documents_equal_each_alone(scan, documents, seed, at_zero, carri
     assert relative_error(final, last) < FORWARD_LIMIT
 
 
+NOWHERE = torch.tensor(torch.nan)
+SPOILED = {  # where: (name, step, value); and the steps that the loop then spoils
+    "x": (("x", 18, NOWHERE), range(18, 20)),
+    "one channel of x": (("x", (18, 0, 0), NOWHERE), range(18, 20)),
+    "an infinite x": (("x", 0, torch.tensor(torch.inf)), range(20)),
+    "B": (("B_t", 25, NOWHERE), range(25, 41)),
+    "C": (("C_t", 25, NOWHERE), range(25, 26)),
+    "dt": (("dt", 41 + 3, NOWHERE), range(44, 50)),
+    "dt of a first step": (("dt", 20, NOWHERE), range(0)),
+    "the state before": (("initial_states", 0, NOWHERE), range(20)),
+}
+
+
+class TestDocuments:
+    """Documents at 0, 20 and 41 of 50 steps, in chunks of 16."""
+
+    @both_scans
+    @pytest.mark.parametrize(("place", "steps"), SPOILED.values(), ids=SPOILED)
+    def test_a_number_that_is_none_stays_in_its_document(self, scan, place, steps):
+        case = random_case(50)
+        inputs = case._asdict() | {"initial_states": random_state(case)}
+        name, at, value = place
+        inputs[name] = inputs[name].clone()
+        inputs[name][(slice(None), *(at if isinstance(at, tuple) else (at,)))] = value
+        reset = torch.zeros(2, 50, dtype=torch.bool)
+        reset[:, [20, 41]] = True
+        y, final = scan(**inputs, reset=reset, return_final_states=True)
+        whole, last = scan(
+            **case._asdict(),
+            initial_states=random_state(case),
+            reset=reset,
+            return_final_states=True,
+        )
+        assert spoiled_steps(y) == list(steps)
+        assert not last.isnan().any() and last.isfinite().all()
+        assert final.isfinite().all() == (49 not in steps)
+        sound = [t for t in range(50) if t not in steps]
+        assert relative_error(y[:, sound].real, whole[:, sound].real) < 1e-6
+
+    def test_an_infinite_step_spoils_no_other_document(self):
+        """The loop forgets everything in it; the angles of a chunk have no such sum."""
+        case = random_case(50)
+        case.dt[:, 22] = torch.inf
+        reset = torch.zeros(2, 50, dtype=torch.bool)
+        reset[:, [20, 41]] = True
+        y = ssd_complex_chunkwise(*case, 16, reset=reset)
+        assert spoiled_steps(y) == list(range(22, 41))
+
+    def test_no_gradient_comes_from_what_is_no_number(self):
+        case = random_case(50).leaves()
+        x = case.x.detach().clone()
+        x[:, 18] = torch.nan
+        x.requires_grad_()
+        reset = torch.zeros(2, 50, dtype=torch.bool)
+        reset[:, 20] = True
+        y = ssd_complex_chunkwise(x, *case[1:], 16, reset=reset)
+        y[:, 20:].sum().backward()
+        for z in (x, case.B_t, case.C_t, case.dt, case.A):
+            assert z.grad.isfinite().all()
+        assert x.grad[:, 20:].any() and not x.grad[:, :20].any()
+
+
+def spoiled_steps(y: torch.Tensor) -> list[int]:
+    """Steps at which some number is not finite."""
+    return (~y.isfinite()).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+
+
 @both_scans
 @pytest.mark.parametrize("double", [False, True], ids=["single", "double"])
 def test_no_gradient_leaks_into_an_earlier_document(scan, double):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from cases import complex_normal, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba3lite.models import transformer
 from mamba3lite.models.mamba_block import Mamba3Block, init_decay
@@ -234,6 +235,34 @@ def test_the_initializer_respects_the_mixers_identity():
         assert torch.equal(layer.mimo.weight, torch.eye(8))
         assert torch.equal(layer.norm_ssd.weight, torch.ones(16))
     assert torch.equal(model.norm_f.weight, torch.ones(16))
+
+
+def made_on_meta(fields: dict) -> Mamba3Transformer:
+    with torch.device("meta"):
+        model = Mamba3Transformer(fields)
+    return model.to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "source",
+    [lambda f: random_model(**f), lambda f: copy.deepcopy(random_model(**f)),
+     lambda f: made_on_meta(SMALL | f)],
+    ids=["trained", "copied", "made on meta"],
+)  # fmt: skip
+def test_a_model_can_be_started_again(source, tied):
+    """With the bits of a new one: mixer, A, gains, matrices and the tie."""
+    fields = {"weight_tying": tied, "a_init": "spectrum"}
+    model, fresh = source(fields), Mamba3Transformer(SMALL | fields)
+    for started in (model, fresh):
+        torch.manual_seed(5)
+        started.reset_parameters()
+    assert (model.lm_head.weight is model.embed.weight) == tied
+    assert torch.equal(model.layers[1].mimo.weight, torch.eye(8))
+    assert torch.equal(model.layers[1].A, init_decay(2, "spectrum"))
+    wanted = dict(fresh.named_parameters())
+    for name, got in model.named_parameters():
+        assert torch.equal(got, wanted[name]), name
 
 
 @pytest.mark.parametrize("std", [0.02, 0.5])
@@ -607,6 +636,47 @@ def test_a_continued_document_does_not_reset_at_its_first_step():
     assert relative_error(second, model(tokens)[:, 8:]) < 1e-5
 
 
+def test_a_piece_may_begin_with_a_new_document():
+    """In the first row the document goes on; in the second a new one begins."""
+    model, tokens = random_model(), random_tokens()
+    ids = torch.tensor([[4] * 21, [4] * 8 + [6] * 13])
+    whole = model(tokens, doc_ids=ids)
+    _, states = model(tokens[:, :8], return_states=True)
+    piece = {"states": states, "doc_ids": ids[:, 8:]}
+    second = model(tokens[:, 8:], previous_doc_ids=ids[:, 7], **piece)
+    assert relative_error(second, whole[:, 8:]) < 1e-5
+    leaking = model(tokens[:, 8:], **piece)
+    assert relative_error(leaking[1], whole[1, 8:]) > 0.05
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.bad_input
+def test_states_of_another_batch_are_refused(batch_invariant):
+    model = random_model(batch_invariant=batch_invariant)
+    _, states = model(random_tokens(8, batch=3), return_states=True)
+    with pytest.raises(
+        ValueError, match=r"states\[0\] has shape \(3, 2, 4, 6\); wanted"
+    ):
+        model(random_tokens(8), states=states)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"previous_doc_ids": torch.zeros(2, dtype=torch.int64)},
+         ValueError, "previous_doc_ids goes with doc_ids"),
+        ({"doc_ids": random_tokens(), "previous_doc_ids": torch.zeros(2)},
+         TypeError, "previous_doc_ids is torch.float32"),
+        ({"doc_ids": random_tokens(), "previous_doc_ids": random_tokens()},
+         ValueError, r"previous_doc_ids has shape \(2, 21\); wanted \(2,\)"),
+    ],
+)  # fmt: skip
+def test_previous_documents_that_do_not_fit_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        random_model()(random_tokens(), **options)
+
+
 @pytest.mark.bad_input
 def test_one_state_for_each_layer_is_wanted():
     g = torch.Generator().manual_seed(0)
@@ -681,6 +751,52 @@ def test_any_other_failure_of_the_scan_is_not_hidden(monkeypatch):
     )
     with pytest.raises(RuntimeError, match="out of memory"):
         random_model()(random_tokens())
+
+
+# ---------------------------------------------------------------- without numbers
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch_invariant": True}])
+def test_meta_tensors_and_fake_ones_give_shapes(changes):
+    tokens, ids = random_tokens(), (random_tokens() > 20).cumsum(1)
+    model = random_model(**changes)
+    wanted = model(tokens, doc_ids=ids).shape
+    with torch.device("meta"):
+        empty = Mamba3Transformer(SMALL | changes)
+    on_meta = [z.to("meta") for z in (tokens, ids)]
+    assert empty(on_meta[0], doc_ids=on_meta[1]).shape == wanted
+    assert empty(on_meta[0], on_meta[0]).shape == ()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(z) for z in (tokens, ids)]
+        assert model(fake[0], doc_ids=fake[1]).shape == wanted
+        assert model(fake[0], fake[0], fake[1]).shape == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["tokens", "targets", "doc_ids"])
+def test_an_exported_model_takes_every_length(given):
+    """In a program without a loop over chunks; lengths of 1 and of whole chunks too."""
+    model = random_model(chunk_size=8).eval()
+    sizes = {0: torch.export.Dim("batch", max=8), 1: torch.export.Dim("T", max=512)}
+
+    def arguments(time, batch):
+        tokens = random_tokens(time, batch)
+        other = {
+            "tokens": {},
+            "targets": {"targets": masked_targets(tokens)},
+            "doc_ids": {"doc_ids": (tokens > 20).cumsum(1)},
+        }
+        return {"tokens": tokens} | other[given]
+
+    example = arguments(21, 2)
+    program = torch.export.export(
+        model, (), example, dynamic_shapes=dict.fromkeys(example, sizes)
+    ).module()
+    for time in (1, 2, 7, 8, 9, 16, 100):
+        inputs = arguments(time, 3)
+        got, wanted = program(**inputs), model(**inputs)
+        assert got.shape == wanted.shape
+        assert relative_error(got, wanted) < 1e-5
 
 
 # ---------------------------------------------------------------- compiled

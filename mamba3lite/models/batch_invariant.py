@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mamba3lite.models.row_kernels import _over_rows
+from mamba3lite.models.ssd_complex import autocast_dtype
 from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
 
 if HAS_TRITON:
@@ -316,9 +317,7 @@ _linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
 
 def _working_dtype(device: torch.device) -> torch.dtype:
     """What products multiply: the dtype of autocast where it is on, else float32."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return torch.float32
+    return autocast_dtype(device.type) or torch.float32
 
 
 def linear(

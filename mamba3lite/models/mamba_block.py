@@ -24,7 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mamba3lite.models.config import ModelConfig
 from mamba3lite.models.mimo import MIMO
-from mamba3lite.models.ssd_complex import KernelUnavailable, ssd_complex_chunkwise
+from mamba3lite.models.ssd_complex import (
+    KernelUnavailable,
+    autocast_dtype,
+    ssd_complex_chunkwise,
+)
 
 
 def init_decay(n_heads: int, a_init: str) -> Complex[Tensor, "H"]:
@@ -117,6 +121,24 @@ class Mamba3Block(nn.Module):
         self.ffn_gate_up = nn.Linear(cfg.d_model, 2 * cfg.ffn_dim, bias=False)
         self.ffn_down = nn.Linear(cfg.ffn_dim, cfg.d_model, bias=False)
         self._triton_fallback_warned = False
+        self._refusals: dict[torch.device, str] = {}  # what a launch said there
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start: A by a_init, the mixer as the identity, gains of 1, matrices normal.
+
+        Their deviation is init_std; of what writes into the residual stream,
+        init_std / sqrt(2 n_layers).
+        """
+        cfg = self.cfg
+        self.A.copy_(init_decay(cfg.n_heads, cfg.a_init))
+        for module in (self.norm_ssd, self.mimo, self.norm_ffn):
+            module.reset_parameters()
+        narrow = cfg.init_std / (2 * cfg.n_layers) ** 0.5
+        self.in_proj.weight.normal_(0.0, cfg.init_std)
+        self.out_proj.weight.normal_(0.0, narrow)
+        self.ffn_gate_up.weight.normal_(0.0, cfg.init_std)
+        self.ffn_down.weight.normal_(0.0, narrow)
 
     def forward(
         self,
@@ -126,13 +148,14 @@ class Mamba3Block(nn.Module):
         return_final_states: bool = False,
     ):
         """Apply the block; with return_final_states also return the scan's state."""
+        run = self._forward_impl
         if self.cfg.grad_checkpoint and self.training:
-            return checkpoint(
-                self._forward_impl,
-                *(u, reset, initial_states, return_final_states),
-                use_reentrant=False,
-            )
-        return self._forward_impl(u, reset, initial_states, return_final_states)
+            run = partial(checkpoint, self._forward_impl, use_reentrant=False)
+        fused = self.fuses(u)
+        out = run(u, reset, initial_states, return_final_states)
+        if fused and not self.fuses(u):  # a launch was refused: none of it is fused
+            out = run(u, reset, initial_states, return_final_states)
+        return out
 
     def _forward_impl(self, u, reset, initial_states, return_final_states):
         u, proj = self._project(u)
@@ -151,7 +174,7 @@ class Mamba3Block(nn.Module):
     def _finish(self, u, y):
         """Add both branches, the first from the output of the scan."""
         add_norm, swiglu = self.row_operations(u)
-        if not torch.is_autocast_enabled(y.device.type):  # which converts by itself
+        if autocast_dtype(y.device.type) is None:  # which converts by itself
             y = y.to(self.mimo.weight.dtype)
         mixed = self._times(self.mimo, y).flatten(-2)
         u, normed = add_norm(u, self._times(self.out_proj, mixed), self.norm_ffn)
@@ -225,6 +248,7 @@ class Mamba3Block(nn.Module):
         try:
             return scan(dispatch)
         except (ImportError, KernelUnavailable) as error:
+            self._refusals[proj.device] = str(error)
             self._warn_fallback(str(error))
             return scan("pytorch")
 
@@ -255,14 +279,16 @@ class Mamba3Block(nn.Module):
         )
 
     def __getstate__(self):
-        """A copy has not warned anybody yet."""
-        return self.__dict__ | {"_triton_fallback_warned": False}
+        """A copy has not warned anybody yet, and may be meant for another machine."""
+        return self.__dict__ | {"_triton_fallback_warned": False, "_refusals": {}}
 
     def _usable_dispatch(self, device: torch.device) -> str:
         """The configured dispatch, or "pytorch" with one warning when it cannot run."""
         cfg = self.cfg
         shapes = (cfg.head_dim, cfg.state_dim, cfg.chunk_size)
-        reason = _unavailable(cfg.ssd_dispatch, shapes, torch.float32, device)
+        reason = self._refusals.get(device)
+        if reason is None:
+            reason = _unavailable(cfg.ssd_dispatch, shapes, torch.float32, device)
         if reason is None:
             return cfg.ssd_dispatch
         self._warn_fallback(reason)

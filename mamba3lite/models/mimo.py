@@ -37,8 +37,13 @@ class MIMO(nn.Module):
 
     def __init__(self, n_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(n_heads * head_dim))
-        self.weight._identity_init = True  # the model's initializer leaves it alone
+        self.weight = nn.Parameter(torch.empty(n_heads * head_dim, n_heads * head_dim))
+        self.weight._identity_init = True  # no initializer of matrices may touch it
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make it the identity."""
+        nn.init.eye_(self.weight)
 
     def forward(
         self, y: Float[Tensor, "B T H D"], product=F.linear

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mamba3lite.models.ssd_complex import autocast_dtype
 from mamba3lite.models.ssd_fused import _start, _watched
 from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
 
@@ -154,9 +155,7 @@ def add_norm(
 
     Source: notebook 07, "The sum and its norm".
     """
-    device, dtype = u.device.type, u.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(u.device.type) or u.dtype
     return _AddNorm.apply(u, branch, norm.weight, norm.eps, dtype)
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "per_chunk_ssd_pytorch",
     "KernelUnavailable",
     "ssd_complex_chunkwise",
+    "autocast_dtype",
 ]
 
 
@@ -336,6 +337,27 @@ def _pass_states(
     return torch.stack(entering, dim=1), carry
 
 
+def _pass_states_at_once(
+    state: Complex[Tensor, "B nc H P N"],
+    total: Complex[Tensor, "B nc H"],
+    initial_states: Complex[Tensor, "B H P N"],
+) -> tuple[Complex[Tensor, "B nc H P N"], Complex[Tensor, "B H P N"]]:
+    """`_pass_states` in one product, for a number of chunks that is not known.
+
+    Args: total: log decay of each chunk, complex128.
+    """
+    dtype = state.dtype
+    steps = F.pad(total.transpose(1, 2), (1, 0))  # the initial state is a chunk, too
+    angle = steps.imag.cumsum(-1)
+    magnitude = causal_decay(steps.real, state.real.dtype)
+    added = torch.cat([initial_states.unsqueeze(1), state], dim=1).transpose(1, 2)
+    turned = added.flatten(-2) * _unit_phase(-angle, dtype).unsqueeze(-1)
+    carry = torch.view_as_complex((magnitude @ _pairs(turned)).unflatten(-1, (-1, 2)))
+    carry = carry * _unit_phase(angle, dtype).unsqueeze(-1)
+    carry = carry.unflatten(-1, state.shape[-2:]).transpose(1, 2)
+    return carry[:, :-1], carry[:, -1]
+
+
 # %% notebooks/03_chunkwise_ssd.py#log-decays-that-stay-small
 def _log_decay(
     dt: Float[Tensor, "B T H"],
@@ -356,12 +378,50 @@ def _log_decay(
     return log_decay
 
 
+def _keep_documents_apart(
+    x: Inexact[Tensor, "B T H D"],
+    B_t: Complex[Tensor, "B T H N"],
+    C_t: Complex[Tensor, "B T H N"],
+    dt: Float[Tensor, "B T H"],
+    initial_states: Complex[Tensor, "B H D N"],
+    reset: Bool[Tensor, "B T"],
+) -> tuple[list[Tensor], Bool[Tensor, "B T H 1"], Bool[Tensor, "B H 1 1"]]:
+    """The inputs with 0 for what is not finite, and where the loop would show it.
+
+    A step of -inf is one of no length and stays.
+
+    Returns: the five, where y is no number, and which final states are none.
+
+    Source: notebook 03, "Log decays that stay small".
+    """
+    with torch.no_grad():
+        written, read, entering = (
+            ~torch.view_as_real(z).flatten(3).sum(-1).isfinite()
+            if z.is_complex()
+            else ~z.sum(-1).isfinite()
+            for z in (B_t, C_t, initial_states.flatten(2).unsqueeze(1))
+        )
+        written |= ~x.sum(-1).isfinite()
+        step = dt.isnan() | (dt == torch.inf)
+        start = reset.unsqueeze(-1)
+        bad = written | (step & ~start)
+        count = bad.cumsum(1) + entering
+        before = torch.where(start, count - bad.int(), 0).cummax(1).values
+        spoiled = count > before
+    masks = *(written.unsqueeze(-1),) * 2, read.unsqueeze(-1), step
+    clean = [z.masked_fill(m, 0) for z, m in zip((x, B_t, C_t, dt), masks, strict=True)]
+    clean.append(initial_states.masked_fill(entering.mT.unsqueeze(-1), 0))
+    return clean, (spoiled | read).unsqueeze(-1), spoiled[:, -1, :, None, None]
+
+
 def _exp(log_factor: Complex[Tensor, "*shape"], dtype: torch.dtype) -> Tensor:
     """exp of a complex128 log factor, cast to the complex working dtype."""
     return log_factor.exp().to(dtype)
 
 
 # %% notebooks/03_chunkwise_ssd.py#the-whole-scan
+from contextlib import nullcontext
+
 # What each dispatch can multiply in; the default comes first.
 _PRECISIONS_OF = {
     "pytorch": ("ieee",),
@@ -405,11 +465,19 @@ def _to_chunks(
     z: Shaped[Tensor, "B T H *rest"], chunk: int
 ) -> Shaped[Tensor, "B nc C H *rest"]:
     """Pad time on the right with zeros to whole chunks, and cut it into them."""
-    missing = -z.shape[1] % chunk
-    if missing:
+    time = z.shape[1]
+    count = (time + chunk - 1) // chunk
+    if torch.compiler.is_exporting():
+        # The length is a symbol: nothing may depend on what is missing, and a symbol
+        # that can be 1 would be a case of its own.
+        count = (time + 2 * chunk - 1) // chunk
+        place = torch.arange(count * chunk, device=z.device)
+        z = z.index_select(1, place.clamp(max=time - 1))
+        z = z.masked_fill((place >= time).view(-1, *[1] * (z.ndim - 2)), 0)
+    elif missing := count * chunk - time:
         z = torch.cat([z, z.new_zeros(z.shape[0], missing, *z.shape[2:])], dim=1)
     # One copy puts heads before time in memory; every matrix product profits.
-    return z.unflatten(1, (-1, chunk)).transpose(2, 3).contiguous().transpose(2, 3)
+    return z.unflatten(1, (count, chunk)).transpose(2, 3).contiguous().transpose(2, 3)
 
 
 def ssd_complex_chunkwise(
@@ -445,7 +513,8 @@ def ssd_complex_chunkwise(
         initial_states: the state before the first token; zero when None.
         return_final_states: also return the state after the last real token; fed back
             as initial_states it continues the sequence.
-        reset: True where a document starts: the state arriving there is dropped.
+        reset: True where a document starts: the state arriving there is dropped. Not
+            even a NaN passes ("fused": a NaN spoils the chunk that it is in).
 
     Returns:
         y, real float32 (float64 for double inputs), or `(y, final_states)`.
@@ -468,22 +537,46 @@ def ssd_complex_chunkwise(
     if initial_states is None:
         batch, _, heads, dim = x.shape
         initial_states = B_t.new_zeros(batch, heads, dim, B_t.shape[-1])
+    spoiled = None
+    if reset is not None:
+        clean, *spoiled = _keep_documents_apart(x, B_t, C_t, dt, initial_states, reset)
+        x, B_t, C_t, dt, initial_states = clean
     # States stay in float32: autocast must not reach the products below.
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x.device.type):
         y, final_states = _scan_chunks(
             *(x, B_t, C_t, _log_decay(dt, A, reset), initial_states),
             *(chunk_size, ssd_dispatch, precision),
         )
+    if spoiled is not None:
+        y = y.masked_fill(spoiled[0], torch.nan)
+        final_states = final_states.masked_fill(spoiled[1], torch.nan)
     return (y, final_states) if return_final_states else y
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast multiplies in on a device now; None where it is off or unknown."""
+    # Some devices, such as meta, have no autocast to ask about.
+    if not torch.amp.is_autocast_available(device_type):
+        return None
+    on = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
+
+
+def _without_autocast(device_type: str):
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _scan_chunks(
     x, B_t, C_t, log_decay, initial_states, chunk_size, ssd_dispatch, precision
 ):
     """Cut into chunks, solve each, pass the states, add what they read."""
-    dtype, time = B_t.dtype, x.shape[1]
+    dtype, time, chunk = B_t.dtype, x.shape[1], chunk_size
+    exporting = torch.compiler.is_exporting()
     # A kernel is compiled for one chunk size; PyTorch takes any.
-    chunk = min(chunk_size, time) if ssd_dispatch == "pytorch" else chunk_size
+    if ssd_dispatch == "pytorch" and not exporting:
+        chunk = min(chunk_size, time)
     # Padding the log decay with 0 leaves the final state alone; dt = 0 would decay it.
     Xc, Bc, Cc, A_log = (_to_chunks(z, chunk) for z in (x, B_t, C_t, log_decay))
     A_cumsum = A_log.cumsum(2)
@@ -492,13 +585,19 @@ def _scan_chunks(
         *(ssd_dispatch, precision),
         *(Bc, Cc, Xc, A_log, _exp(total - A_cumsum, dtype)),
     )
-    entering, final_states = _pass_states(
-        state, _exp(total.squeeze(2), dtype), initial_states
-    )
+    total = total.squeeze(2)
+    if exporting:
+        entering, final_states = _pass_states_at_once(state, total, initial_states)
+    else:
+        decay = _exp(total, dtype)
+        entering, final_states = _pass_states(state, decay, initial_states)
     read = Cc * _exp(A_cumsum, dtype).unsqueeze(-1)
     Y_off = _real_product(read.transpose(2, 3), entering).transpose(2, 3)
     y = Y_diag.real + Y_off if Y_diag.is_complex() else Y_diag + Y_off
-    return y.flatten(1, 2)[:, :time], final_states
+    y = y.flatten(1, 2)
+    if exporting:
+        return y.index_select(1, torch.arange(time, device=y.device)), final_states
+    return y[:, :time], final_states
 
 
 def _as_columns(x, B_t, C_t, dt) -> Float[Tensor, "B T columns"]:

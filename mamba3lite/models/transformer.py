@@ -14,11 +14,12 @@ __all__ = ["Mamba3Transformer"]
 # %% notebooks/07_block_and_model.py#the-loss-without-the-logits
 import torch
 import torch.nn.functional as F
-from jaxtyping import Complex, Float, Int, Shaped
+from jaxtyping import Bool, Complex, Float, Int, Shaped
 from torch import Tensor, nn
 
 from mamba3lite.models.config import ModelConfig
 from mamba3lite.models.mamba_block import Mamba3Block
+from mamba3lite.models.ssd_complex import autocast_dtype
 
 _TOKENS_AT_ONCE = 2048  # whose logits exist; 412 MB in float32 for the default model
 
@@ -190,8 +191,8 @@ def _cross_entropy_sum(
     Source: notebook 07, "The loss without the logits".
     """
     device, dtype = hidden.device.type, hidden.dtype
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if dtype != torch.float64:
+        dtype = autocast_dtype(device) or dtype
     learns = torch.is_grad_enabled()
     wanted = [learns and z.requires_grad for z in (hidden, weight)]
     if window:  # the place of a token in its window is that in the full forward
@@ -221,19 +222,22 @@ class Mamba3Transformer(nn.Module):
         self.layers = nn.ModuleList(Mamba3Block(cfg, i) for i in range(cfg.n_layers))
         self.norm_f = nn.RMSNorm(cfg.d_model, cfg.rms_norm_eps)
         self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
-        if cfg.weight_tying:
-            self.lm_head.weight = self.embed.weight
-        self._init_weights()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def _init_weights(self) -> None:
-        """Normal(0, init_std) for matrices; what writes into the residual, narrower."""
-        residual_std = self.cfg.init_std / (2 * self.cfg.n_layers) ** 0.5
-        for name, weight in self.named_parameters():
-            if weight.ndim < 2 or getattr(weight, "_identity_init", False):
-                continue
-            into_residual = name.endswith(("out_proj.weight", "ffn_down.weight"))
-            weight.normal_(0.0, residual_std if into_residual else self.cfg.init_std)
+    def reset_parameters(self) -> None:
+        """Start every parameter anew: `Mamba3Block.reset_parameters`, tables likewise.
+
+        Ties the output head where the config asks for it.
+        """
+        if self.cfg.weight_tying:
+            self.lm_head.weight = self.embed.weight
+        self.embed.weight.normal_(0.0, self.cfg.init_std)
+        for layer in self.layers:
+            layer.reset_parameters()
+        self.norm_f.reset_parameters()
+        if not self.cfg.weight_tying:
+            self.lm_head.weight.normal_(0.0, self.cfg.init_std)
 
     def forward(
         self,
@@ -243,6 +247,7 @@ class Mamba3Transformer(nn.Module):
         reduction: str = "mean",
         states: list[Complex[Tensor, "B H D N"]] | None = None,
         return_states: bool = False,
+        previous_doc_ids: Int[Tensor, "B"] | None = None,
     ):
         """Logits, or the loss when targets are given.
 
@@ -255,19 +260,24 @@ class Mamba3Transformer(nn.Module):
                 `(loss_sum, n_valid)`.
             states: one state per layer to continue from, as return_states gave them.
             return_states: return `(logits, states)`; not together with targets.
+            previous_doc_ids: the document of the token before each row, where rows
+                continue sequences; without it the first token goes on with its states.
 
         Returns:
             logits (B, T, V) float32; a scalar loss; `(loss_sum, n_valid)`; or
             `(logits, states)` with states a list of (B, H, D, N) complex64.
 
         Raises:
-            TypeError: tokens, targets or doc_ids neither int64 nor int32.
+            TypeError: tokens, targets or document ids neither int64 nor int32.
             ValueError: an unknown reduction, shapes that differ, no token, ids out of
-                range (on a CPU, in eager mode), states that are not one per layer, or
-                targets together with return_states.
+                range (on a CPU, in eager mode), states that are not one per layer and
+                row, previous_doc_ids without doc_ids, or targets together with
+                return_states.
         """
         self._check_call(tokens, targets, doc_ids, reduction, return_states)
-        hidden, states = self._hidden(tokens, doc_ids, states, return_states)
+        reset = self._resets(tokens, doc_ids, previous_doc_ids)
+        states = self._checked_states(tokens, states)
+        hidden, states = self._hidden(tokens, reset, states, return_states)
         if targets is None:
             logits = self._head(hidden)
             return (logits, states) if return_states else logits
@@ -310,20 +320,50 @@ class Mamba3Transformer(nn.Module):
         logits = [torch.cat([h @ self.lm_head.weight.T for h in row]) for row in padded]
         return torch.stack(logits)[:, :time].float()
 
-    def _hidden(self, tokens, doc_ids, states, return_states=False):
-        """The last norm's output, and the state that every layer ends in."""
-        reset = None
-        if doc_ids is not None:
-            reset = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
+    def _resets(self, tokens, doc_ids, previous) -> Bool[Tensor, "B T"] | None:
+        """Where a document starts; None when all is one."""
+        if doc_ids is None:
+            if previous is not None:
+                raise ValueError("previous_doc_ids goes with doc_ids; got it alone")
+            return None
+        if previous is None:
+            previous = doc_ids[:, 0]
+        elif previous.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"previous_doc_ids is {previous.dtype}; wanted integers")
+        elif previous.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"previous_doc_ids has shape {tuple(previous.shape)}; wanted "
+                f"{tuple(tokens.shape[:1])}, one for every row"
+            )
+        first = torch.arange(doc_ids.shape[1], device=doc_ids.device) == 0
+        before = torch.where(first, previous.unsqueeze(-1), doc_ids.roll(1, 1))
+        return doc_ids != before
+
+    def _checked_states(self, tokens, states):
+        """One state, or None, for each layer; each with a row for each sequence."""
         if states is None:
-            states = [None] * len(self.layers)
+            return [None] * len(self.layers)
         if len(states) != len(self.layers):
             raise ValueError(
                 f"states holds {len(states)}; wanted {len(self.layers)}, one per layer"
             )
+        cfg = self.cfg
+        wanted = (len(tokens), cfg.n_heads, cfg.head_dim, cfg.state_dim)
+        for number, state in enumerate(states):
+            if state is not None and tuple(state.shape) != wanted:
+                raise ValueError(
+                    f"states[{number}] has shape {tuple(state.shape)}; wanted {wanted}"
+                )
+        return states
+
+    def _hidden(self, tokens, reset, states, return_states=False):
+        """The last norm's output, and the state that every layer ends in."""
         if self.cfg.batch_invariant and not self.by_rows():
             return self._in_windows(tokens, reset, states, return_states)
-        return self._through_layers(tokens, reset, states)
+        result = self._through_layers(tokens, reset, states)
+        if self.cfg.batch_invariant and not self.by_rows():  # a launch was refused
+            return self._in_windows(tokens, reset, states, return_states)
+        return result
 
     def _in_windows(self, tokens, reset, states, return_states):
         """One sequence and one window of chunk_size tokens at a time, padded to it.
@@ -390,8 +430,11 @@ class Mamba3Transformer(nn.Module):
                     f"{name} has shape {tuple(ids.shape)}; wanted {tuple(tokens.shape)}"
                     ", one for every token"
                 )
+        # Reading the values would wait for a device; fake tensors have none.
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-            return  # reading the values would wait for the device
+            return
+        if type(tokens) is not Tensor:
+            return
         self._check_ids("tokens", tokens)
         if targets is not None:
             self._check_ids("targets", targets[targets != -100])
