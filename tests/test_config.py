@@ -1,6 +1,7 @@
 """Configuration: what is read, and the one line that each mistake prints."""
 
 import math
+import time
 
 import pytest
 from trainer_cases import tiny_model
@@ -144,7 +145,7 @@ MISTAKES = [
     ("training: {lr: " + "[" * 3000, "nested too deeply to be a configuration"),
     ("training: {lr: " + "[" * 205 + "]" * 205 + "}", "nested too deeply to be a "
      "configuration"),
-    ("training: {lr: &a [*a]}", "line 1, column 16: not YAML: "),
+    ("training: {lr: &a [*a]}", "line 1: an alias, *a; write out what it is"),
     ("training: {schedule: " + "x" * 500 + "}", 'training.schedule: got "' + "x" * 59
      + "..., should be 'cosine' or 'wsd'"),
     ("training: {" + "x" * 500 + ": 1}", "training." + "x" * 60 + "... is not a "),
@@ -177,6 +178,54 @@ def test_a_mistake_in_a_file_is_one_line(tmp_path, monkeypatch, text, line):
         load_config("a.yaml")
     assert str(error.value).startswith(f"a.yaml: {line}")
     assert "\n" not in str(error.value)
+
+
+TEN = ", ".join(["{}"] * 10)
+BOMB = "a: &a [0]\n" + "".join(
+    f"{name}: &{name} [{TEN.replace('{}', f'*{before}')}]\n"
+    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
+# Small to write and large to read, and how the line goes on after the file's name.
+BOMBS = {
+    "a billion nodes by aliases": (BOMB, "line 2: an alias, *a; write out what it is"),
+    "an alias of a long name": (f"a: &{'x' * 99} 1\nb: *{'x' * 99}",
+                                f"line 2: an alias, *{'x' * 59}...; write out what"),
+    "30,000 unknown keys": ("training:\n" + "".join(f"  key_{i}: 1\n" for i in
+                            range(30_000)), "more than 65,536 characters, too many "),
+    "1,100 unknown keys": ("training:\n" + "".join(f"  key_{i}: 1\n" for i in
+                           range(1100)), "line 500: more than 1,000 values, too many"),
+    "400 unknown keys": ("training:\n" + "".join(f"  key_{i}: 1\n" for i in range(400)),
+                         "training.key_0 is not a setting (settings: micro_batch_size"),
+    "a key of 60,000 letters": (f"? {'x' * 60_000}\n: 1", f"{'x' * 60}... is not a "),
+    "50 MB of comments": ("#\n" * 25_000_000, "more than 65,536 characters, too "),
+    "60,000 sequences, nested": ("- " * 30_000, "nested too deeply to be a "),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_file_is_bounded_before_anything_in_it_is_expanded(tmp_path, kind):
+    text, line = BOMBS[kind]
+    (tmp_path / "a.yaml").write_text(text)
+    begin = time.process_time()
+    with pytest.raises(ConfigError) as error:
+        load_config(str(tmp_path / "a.yaml"))
+    assert time.process_time() - begin < 1
+    assert str(error.value).startswith(f"{tmp_path / 'a.yaml'}: {line}")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("override", [
+    "x" * 100_000, f"training.{'x' * 100_000}=1", f"{'x' * 100_000}.lr=1",
+    f"training.lr={'[' * 100_000}", f"training.lr={'- ' * 50_000}",
+    f"training.lr={'a,' * 50_000}", "training.lr=&a [*a]",
+])  # fmt: skip
+def test_an_override_is_bounded_too(base, override):
+    begin = time.process_time()
+    with pytest.raises(ConfigError) as error:
+        load_config(str(base), [override])
+    assert time.process_time() - begin < 1
+    assert str(error.value).startswith("--set: ") and len(str(error.value)) < 2000
 
 
 OVERRIDES = [

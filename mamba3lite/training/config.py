@@ -166,7 +166,7 @@ class RunConfig(BaseModel):
 # Beyond these a number is a slip of the keyboard, and building such a model would hang.
 MOST_PARAMETERS = 10**12
 MOST_BY_SETTING = {"n_layers": 1024, "chunk_size": 2**20}
-MOST_TOKENS_PER_STEP = 10**10
+MOST_TOKENS_PER_STEP = 10**8
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -327,6 +327,21 @@ class _CoreLoader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2 and no key given twice."""
 
     yaml_implicit_resolvers = _CORE_RESOLVERS
+    nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As PyYAML's; what could grow beyond its file is refused before it does."""
+        line = self.peek_event().start_mark.line + 1
+        if self.check_event(yaml.AliasEvent):
+            name = _cut(f"*{self.peek_event().anchor}", quote=False)
+            raise ConfigError(f"line {line}: an alias, {name}; write out what it is")
+        self.nodes += 1
+        if self.nodes > MOST_NODES:
+            raise ConfigError(
+                f"line {line}: more than {MOST_NODES:,} values, too many for a "
+                "configuration"
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         mapping: dict[str, Any] = {}
@@ -404,11 +419,19 @@ class _CoreDumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _CORE_RESOLVERS
 
 
-def parse_yaml(text: str) -> Any:
-    """Read one YAML document with YAML 1.2 core scalars.
+MOST_CHARACTERS, MOST_NODES = 2**16, 1000  # all settings together are 80
 
-    Raises: ConfigError with the line of a syntax error or of a key given twice.
+
+def parse_yaml(text: str) -> Any:
+    """Read one YAML document with YAML 1.2 core scalars, and without aliases.
+
+    Raises: ConfigError with the line of a syntax error or of a key given twice, or for
+    what is too large to be a configuration.
     """
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(
+            f"more than {MOST_CHARACTERS:,} characters, too many for a configuration"
+        )
     try:
         return yaml.load(text, Loader=_CoreLoader)
     except yaml.MarkedYAMLError as error:
@@ -497,21 +520,24 @@ def check_config(raw: dict, label: str, overridden: Iterable[str] = ()) -> RunCo
     try:
         return RunConfig.model_validate_json(text)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
+        first, others = error.errors()[0], error.error_count() - 1
+        line, where = _explain(first), ".".join(map(str, first["loc"]))
     except TypeError as error:  # raised by ModelConfig itself
-        lines = [f"model.{error}"]
+        line, others, where = f"model.{error}", 0, "model"
     blamed = any(
-        re.match(rf"{re.escape(path)}\b", lines[0])
-        or lines[0].startswith(f"{path.partition('.')[0]}: ")
+        path == where
+        or re.match(rf"{re.escape(path)}\b", line)
+        or line.startswith(f"{path.partition('.')[0]}: ")
         for path in overridden
     )
-    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-    raise ConfigError(f"{'--set' if blamed else label}: {lines[0]}{more}")
+    more = f" (and {others:,} more)" if others else ""
+    raise ConfigError(f"{'--set' if blamed else label}: {line}{more}")
 
 
 def _read_mapping(path: Path, label: str) -> dict:
     try:
-        raw = parse_yaml(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            raw = parse_yaml(file.read(MOST_CHARACTERS + 1))
     except UnicodeDecodeError:
         raise ConfigError(f"{label}: not YAML text: not UTF-8") from None
     except OSError as error:
@@ -639,9 +665,17 @@ def _suggestion(section: str, key: str) -> str | None:
 def nearest(word: str, words: Iterable[str]) -> str | None:
     """The closest of some words, if at most a third of its letters need changing."""
     word = word.lower()
-    best = min(words, key=lambda other: edit_distance(word, other), default=None)
-    close = best is not None and edit_distance(word, best) <= max(1, len(best) // 3)
-    return best if close else None
+    changes = {
+        other: edit_distance(word, other)
+        for other in words
+        if abs(len(word) - len(other)) <= _most_changes(other)  # or it is farther
+    }
+    close = [other for other, n in changes.items() if n <= _most_changes(other)]
+    return min(close, key=changes.__getitem__, default=None)
+
+
+def _most_changes(word: str) -> int:
+    return max(1, len(word) // 3)
 
 
 def edit_distance(a: str, b: str) -> int:
