@@ -15,6 +15,7 @@ from mamba3lite.terminal import (
     show_what_streams_can,
     to_stderr,
 )
+from mamba3lite.threads import spin_briefly
 
 app = typer.Typer(
     name="mamba3lite",
@@ -36,6 +37,7 @@ Overrides = Annotated[
 def main() -> None:
     """Entry point of the console script."""
     show_what_streams_can()
+    spin_briefly()
     app()
 
 

@@ -6,8 +6,12 @@ import importlib.util
 import os
 
 import pytest
-import torch
 from hypothesis import settings
+
+from mamba3lite.threads import spin_briefly
+
+spin_briefly()  # read when torch loads, by this process and those that it starts
+import torch  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:

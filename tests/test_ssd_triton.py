@@ -903,7 +903,7 @@ class TestPerChunkSsdDispatchWiring:
             ssd_triton, "_ssd_per_chunk_fwd_kernel", kernel_that(raises(TOO_LARGE))
         )
         assert_fell_back(small_model("triton"), "P=16, N=16, chunk_size=16", "232448")
-        assert len(launches) == 3 * SMALL["n_layers"]
+        assert len(launches) == SMALL["n_layers"], "asked once, and remembered"
 
     @needs_triton
     @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from pairs import (
 )
 
 from mamba3lite.files import write_whole
+from mamba3lite.threads import spin_briefly
 
 MAX_BYTES = 400_000
 CELL_TIMEOUT = 300  # seconds; a whole notebook should take a fifth of that
@@ -194,6 +195,7 @@ def kernel_environment(folder: str) -> dict[str, str]:
 
     `folder` takes the place of the user's IPython profile, which could change outputs.
     """
+    spin_briefly()
     import torch
 
     environment = dict(os.environ)

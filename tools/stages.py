@@ -13,8 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+from mamba3lite.threads import spin_briefly
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+spin_briefly()
 # The kernels that nbval starts see what tools/notebooks.py ran the notebooks with; and
 # the site's build is quiet unless something is wrong.
 ENVIRONMENT = os.environ | {"PYTHONHASHSEED": "0", "NO_MKDOCS_2_WARNING": "1"}

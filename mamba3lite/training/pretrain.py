@@ -7,9 +7,11 @@ was not (on a CPU, at the same number of threads).
 """
 
 if __name__ == "__main__":  # a slip of the keyboard is answered before torch loads
+    from mamba3lite.threads import spin_briefly
     from mamba3lite.training.arguments import refuse_mistakes
 
     refuse_mistakes()
+    spin_briefly()
 
 import math
 import os
@@ -37,6 +39,7 @@ from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3lite.seeds import seeded
 from mamba3lite.terminal import show_what_streams_can, to_stderr
+from mamba3lite.threads import how_threads_wait
 from mamba3lite.training.arguments import (
     checked_run,
     read_arguments,
@@ -1046,6 +1049,8 @@ def train(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> Non
         f"{'bf16 autocast' if run.bf16 else 'float32'}, scan by "
         f"{run.model.cfg.ssd_dispatch}, run folder {run.run_dir}"
     )
+    if run.device.type == "cpu":
+        display.line(how_threads_wait(torch.get_num_threads()))
     if run.run(resume):
         ranks.first(lambda: report(run))
     else:

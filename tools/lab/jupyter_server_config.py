@@ -20,6 +20,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from pairs import PERCENT, as_saved, jupytext_config, keep_outputs  # noqa: E402
 
+from mamba3lite.threads import spin_briefly  # noqa: E402
+
+spin_briefly()  # kernels inherit it
+
 
 def write_normal_form(model: dict, path: str, **_) -> None:
     """Before a save: bring the .ipynb or the .py of a notebook into its normal form."""
