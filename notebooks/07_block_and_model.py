@@ -2531,7 +2531,7 @@ for start in (copied, empty):
     start.reset_parameters()
     assert start.lm_head.weight is start.embed.weight
     assert torch.equal(start.layers[1].mimo.weight, torch.eye(64))
-    assert torch.equal(start.layers[1].A, init_decay(4, "spectrum"))
+    assert torch.equal(start.layers[1].A, init_decay(4, start.cfg.a_init))
 
 # %% [markdown]
 # **Next:** [notebook 08](08_training.ipynb) trains this model on real text, with the
