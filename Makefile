@@ -1,9 +1,9 @@
-# Every target makes .venv and installs what it needs when that is missing.
+# Every target but gpu and gpu-all makes .venv and installs what it needs when missing.
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 
-.PHONY: train check test lab docs export notebooks
+.PHONY: train check test gpu gpu-all lab docs export notebooks
 
 train: $(READY)
 	@$(VENV)/bin/mamba3lite train --config tiny
@@ -13,6 +13,13 @@ check: $(READY)
 
 test: $(READY)
 	@$(PY) tools/stages.py test
+
+# On a machine with a GPU, with the Python that has torch there: no .venv is made.
+gpu:
+	@python3 tools/gate.py
+
+gpu-all:
+	@python3 tools/gate.py --all $(PART)
 
 lab: $(READY)
 	$(VENV)/bin/jupyter lab --config tools/lab/jupyter_server_config.py

@@ -393,6 +393,7 @@ def gpu_model(**sizes) -> Mamba3Transformer:
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 @pytest.mark.usefixtures("full_precision")
 @pytest.mark.parametrize("entries", [1, 2, 4, 5, 16, 17, 33, 64, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -420,6 +421,7 @@ def test_on_a_gpu_the_kernels_equal_the_step_in_pytorch(entries, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 @pytest.mark.parametrize("entries", [1, 8, 64])
 def test_on_a_gpu_a_graph_replays_the_step(entries):
     model, tokens = gpu_model(), random_tokens(6, entries).cuda()
@@ -440,6 +442,7 @@ def test_on_a_gpu_a_graph_replays_the_step(entries):
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 @pytest.mark.parametrize("entries", [1, 8])
 def test_on_a_gpu_overlap_changes_no_bit(entries, monkeypatch):
     model, tokens = gpu_model(), random_tokens(50, entries).cuda()
@@ -454,6 +457,7 @@ def test_on_a_gpu_overlap_changes_no_bit(entries, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 def test_on_a_gpu_memory_does_not_grow():
     model, slots = gpu_model(), torch.zeros(1, dtype=torch.int32).cuda()
     cache, token, sizes = RecurrentCache(model, 1), random_tokens(1).cuda(), []

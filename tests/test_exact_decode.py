@@ -202,6 +202,7 @@ def test_log_probs_of_a_row_do_not_depend_on_the_others():
     torch.testing.assert_close(log_p.double(), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 @each_way
 def test_the_loss_of_a_token_is_its_log_prob(dispatch):
@@ -223,6 +224,7 @@ def test_the_loss_of_a_token_is_its_log_prob(dispatch):
 ROUNDING = {"ieee": 1e-6, "tf32": 1e-3, "bf16": 1e-2}
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("precision", ROUNDING)
@@ -234,6 +236,7 @@ def test_every_row_and_boundary_state_of_the_scan(precision):
         assert torch.equal(got, want) or not COMPILED
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("autocast", [False, True])
@@ -511,6 +514,7 @@ def captured_steps(model, cache, tokens, ids):
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 class TestExactOnAGpu:
     def test_without_row_kernels_a_text_is_the_same(self, monkeypatch):
         """No graph holds those steps; the decoder and the benchmark do without."""

@@ -22,7 +22,11 @@ from mamba3lite.training.config import TrainingConfig
 from mamba3lite.training.optim import build_optimizer
 from mamba3lite.training.pretrain import train_step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gate,
+    pytest.mark.usefixtures("full_precision"),
+]
 
 # The smallest tiles that compile; 40 tokens end inside a chunk.
 SIZES = {"head_dim": 16, "state_dim": 16, "chunk_size": 16}

@@ -477,6 +477,7 @@ def test_compiled_as_one_graph_it_is_the_same(backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 @pytest.mark.parametrize("vocab", [V, 128])
 def test_on_a_gpu_the_padding_does_not_show(vocab):
     inputs = random_inputs(4, 700, vocab=vocab)

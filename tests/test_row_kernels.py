@@ -87,6 +87,7 @@ class TestAddNorm:
         )
         assert_close(got, wanted, 2e-6)
 
+    @pytest.mark.gate
     def test_more_rows_than_programs_and_the_same_bits_twice(self, monkeypatch):
         """dgain is the sum of every program's share."""
         monkeypatch.setattr(row_kernels, "_SHARES", 4)

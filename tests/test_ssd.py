@@ -1139,6 +1139,7 @@ def test_a_kernel_that_is_not_there_is_an_import_error(dispatch, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 @pytest.mark.parametrize("complex_x", [False, True], ids=["real", "complex"])
 def test_error_bounds_hold_on_a_gpu(complex_x):
     case = random_case(2048, batch=1, heads=4, dim=8, complex_x=complex_x)

@@ -212,6 +212,7 @@ class TestAgainstTheOracle:
         assert got["y"].dtype == dtype and got["final"].dtype == torch.complex64
         assert_within(got, oracle(case, state), precision)
 
+    @pytest.mark.gate
     @every_precision
     def test_at_the_sizes_of_the_default_model(self, precision):
         """Two chunks of 64, the second of them not full."""
@@ -482,6 +483,7 @@ class TestStates:
         assert relative_error(other[:, :step], y[:, :step]) < 1e-6
         assert not torch.equal(other[:, step], y[:, step])
 
+    @pytest.mark.gate
     def test_a_row_does_not_depend_on_its_neighbors(self):
         case = on_device(wide_case(20, 13, batch=3, heads=1))
         state, reset = random_state(case).to(DEVICE), resets(case, 18)
@@ -504,6 +506,7 @@ class TestStates:
 
 @needs_triton
 class TestGradients:
+    @pytest.mark.gate
     @pytest.mark.parametrize("precision", ["ieee", "bf16"])
     def test_the_same_bits_every_time(self, precision):
         case = on_device(wide_case(35, 14, heads=1))
@@ -835,6 +838,7 @@ class TestUnwatched:
         y = fused(*leaves, **options)
         return y, *torch.autograd.grad(y.square().sum(), leaves)
 
+    @pytest.mark.gate
     def test_an_operator_is_seen_by_a_mode_and_gives_the_same_bits(self):
         case = on_device(wide_case(40, 27))
         options = {"reset": resets(case, 9), "precision": "bf16"}
@@ -1279,6 +1283,7 @@ class TestDispatchWiring:
         )
         assert launches == []
 
+    @pytest.mark.gate
     def test_a_launch_that_does_not_fit_falls_back(self, monkeypatch):
         replace_kernels(monkeypatch, raises(TOO_LARGE))
         assert_fell_back(
@@ -1325,6 +1330,7 @@ COVERING = [
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 class TestFusedGPU:
     """At sizes too slow for the interpreter, and what only a GPU can fail."""
 

@@ -897,6 +897,7 @@ class TestPerChunkSsdDispatchWiring:
         )
         assert launches == []
 
+    @pytest.mark.gate
     @needs_triton
     def test_a_launch_that_does_not_fit_falls_back(self, launches, monkeypatch):
         monkeypatch.setattr(
@@ -1058,6 +1059,7 @@ class TestEnableTritonKernelsForceBack:
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 class TestPerChunkSsdKernelGPU:
     """At sizes too slow for the interpreter, and what only a GPU can fail."""
 

@@ -840,6 +840,7 @@ def test_a_full_width_block_is_finite_forward_and_backward():
 
 
 @pytest.mark.gpu
+@pytest.mark.gate
 def test_logits_and_loss_on_a_gpu():
     model, tokens = random_model(), random_tokens()
     targets = masked_targets(tokens)
