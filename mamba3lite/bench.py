@@ -8,6 +8,11 @@ Every number was measured in the run that prints it, or is derived on the spot f
 shape and from the ceilings measured first: the copy rate and the matmul rates.
 """
 
+if __name__ == "__main__":  # a slip of the keyboard is answered before torch loads
+    from mamba3lite.bench_command import app
+
+    app(prog_name="python -m mamba3lite.bench")
+
 import json
 import math
 import os
@@ -18,21 +23,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import mamba3lite
+from mamba3lite.files import write_whole
 from mamba3lite.models import ssd_fused, ssd_triton
 from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.ssd_complex import (
@@ -50,8 +55,6 @@ from mamba3lite.models.transformer import Mamba3Transformer
 
 FORMAT = 1
 PRECISIONS = ("ieee", "tf32", "bf16")
-PARTS = ("per_chunk", "scan", "block_fp32", "block_bf16")
-DECODE_PARTS = ("steps", "memory", "bits")  # with --decode
 KERNELS = ("triton", "fused")
 
 
@@ -700,35 +703,6 @@ def sweep_fused(shape: Shape, device: torch.device, say: Callable) -> list[dict]
     return rows
 
 
-def known_parts(parts: list[str] | None, known: Sequence[str]) -> None:
-    """Refuse a name of a part that there is not."""
-    for name in parts or ():
-        if name not in known:
-            raise typer.BadParameter(f"--part {name}: there are {', '.join(known)}")
-
-
-def check_parts(
-    parts: list[str] | None, scan: bool, peers: bool, model: str | None
-) -> Sequence[str]:
-    """The parts to measure; refuses a name that is none, and nothing to measure."""
-    known_parts(parts, PARTS)
-    if not scan and (parts or peers or not model):
-        raise typer.BadParameter(
-            "--no-scan measures --model alone; name one, and no --part or --peers"
-        )
-    return (parts or PARTS) if scan else ()
-
-
-def check_model(config: str, overrides: list[str]) -> None:
-    """Refuse a configuration that cannot be loaded, before anything is measured."""
-    from mamba3lite.training.config import ConfigError, load_config
-
-    try:
-        load_config(config, overrides)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 def measure_model(
     config: str, overrides: list[str], steps: int, device: torch.device, say: Callable
 ) -> Iterator[dict]:
@@ -875,7 +849,7 @@ def run_bench(
     *,
     tune: bool = False,
     peers: bool = False,
-    parts: Sequence[str] = PARTS,
+    parts: Sequence[str],
     model: str | None = None,
     overrides: list[str] | None = None,
     say: Callable = print,
@@ -934,7 +908,7 @@ def write_report(file: Path | None, report: dict[str, Any]) -> str | None:
     if file is None:
         return None
     try:
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_whole(file, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         return f"bench: {file}: {error.strerror}; nothing written"
     return None
@@ -953,122 +927,3 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             f"{ratio['forward']:.2f} times as fast as {ratio['against']} forward, "
             f"{ratio['forward_backward']:.2f} times with backward"
         )
-
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command()
-def main(
-    batch: Annotated[
-        int | None, typer.Option(help="Sequences B; 8 on a GPU, 1 on a CPU.", min=1)
-    ] = None,
-    time_steps: Annotated[
-        int | None,
-        typer.Option("--time", help="Steps T; 2048 on a GPU, 512 on a CPU.", min=1),
-    ] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads H; 16.", min=1)] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(help="Channels D per head; 64.", min=1)
-    ] = None,
-    state_dim: Annotated[
-        int | None, typer.Option(help="Complex states N; 64.", min=1)
-    ] = None,
-    chunk_size: Annotated[
-        int | None, typer.Option(help="Steps per chunk; 64.", min=1)
-    ] = None,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Also sweep the launch parameters.")
-    ] = False,
-    peers: Annotated[
-        bool,
-        typer.Option(
-            "--peers", help="Also measure fla and mamba_ssm, where installed."
-        ),
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Also train this configuration for 20 steps: pretrain_434m."),
-    ] = None,
-    parts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--part",
-            help=f"Only this part of the scan: {', '.join(PARTS)}. With --decode only "
-            f"this one of it: {', '.join(DECODE_PARTS)}.",
-        ),
-    ] = None,
-    no_scan: Annotated[
-        bool, typer.Option("--no-scan", help="Leave the scan out, for --model.")
-    ] = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="One setting of --model, as for training."),
-    ] = None,
-    decode: Annotated[
-        bool, typer.Option("--decode", help="Measure decoding of --model instead.")
-    ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write all numbers to this file.")
-    ] = None,
-) -> None:
-    """Measure the scan: every version, forward and backward, against its floor."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    given = (batch, time_steps, heads, head_dim, state_dim, chunk_size)
-    usual = (8, 2048, 16, 64, 64, 64) if on_gpu else (1, 512, 16, 64, 64, 64)
-    shape = Shape(*(a or b for a, b in zip(given, usual, strict=True)))
-    if not decode and shape.T % shape.chunk:
-        raise typer.BadParameter(
-            f"--time {shape.T} is not a multiple of --chunk-size {shape.chunk}"
-        )
-    if json_file and json_file.exists():
-        raise typer.BadParameter(f"{json_file} exists; name a new file for --json")
-    if json_file and not json_file.parent.is_dir():
-        raise typer.BadParameter(f"{json_file.parent} is not a folder")
-    if overrides and not model:
-        raise typer.BadParameter("--set changes the configuration of --model; name one")
-    if decode and not model:
-        raise typer.BadParameter("--decode measures a model; name one with --model")
-    if decode and any((tune, peers, no_scan, *given)):
-        raise typer.BadParameter(
-            "--decode leaves the scan out; no option of it goes along"
-        )
-    if decode:
-        known_parts(parts, DECODE_PARTS)
-    else:
-        parts = check_parts(parts, not no_scan, peers, model)
-    if model:
-        check_model(model, overrides or [])
-    faults: list[str | None] = []
-    options: dict[str, Callable] = {
-        "say": partial(Console(stderr=True).print, soft_wrap=True),
-        "save": lambda part: faults.append(write_report(json_file, part)),
-    }
-    console = Console()
-    console.width = max(console.width, 100)
-    if decode:
-        from mamba3lite.bench_decode import print_decode_report, run_decode_bench
-
-        report = run_decode_bench(
-            model, overrides or [], device, parts=parts or DECODE_PARTS, **options
-        )
-        print_decode_report(report, console)
-    else:
-        # The oracle is a loop over time in double precision: a smaller batch for it.
-        few = {"B": 2, "T": 2048, "H": 4}
-        if not on_gpu:
-            few = {"B": 1, "T": 2 * shape.chunk, "H": 2}
-        checked = replace(shape, **few)
-        report = run_bench(
-            shape, checked, device, tune=tune, peers=peers, parts=parts, model=model,
-            overrides=overrides, **options,
-        )  # fmt: skip
-        print_report(report, console)
-    if any(faults):
-        typer.echo(faults[-1], err=True)
-        raise typer.Exit(2)
-
-
-if __name__ == "__main__":
-    app()

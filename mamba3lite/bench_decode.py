@@ -16,7 +16,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from mamba3lite.bench import (
-    DECODE_PARTS,
     FORMAT,
     captured,
     ceilings,
@@ -50,7 +49,7 @@ def run_decode_bench(
     overrides: list[str],
     device: torch.device,
     *,
-    parts: Sequence[str] = DECODE_PARTS,
+    parts: Sequence[str],
     say: Callable = print,
     save: Callable[[dict], None] = lambda report: None,
 ) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """The command line. Heavy imports stay inside the commands, so help is instant."""
 
 import codecs
+import dataclasses
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -10,14 +12,23 @@ from typing import Annotated
 import typer
 
 import mamba3lite
+from mamba3lite.commands import Group, one_line_errors
+from mamba3lite.sampling import (
+    MODE_NAMES,
+    OptionError,
+    Sampling,
+    check,
+    check_lengths,
+)
 from mamba3lite.terminal import (
     say_that_torch_loads,
-    show_what_streams_can,
+    show,
     to_stderr,
 )
 from mamba3lite.threads import spin_briefly
 
 app = typer.Typer(
+    cls=Group,
     name="mamba3lite",
     help="Train and use small state-space language models.",
     no_args_is_help=True,
@@ -36,7 +47,6 @@ Overrides = Annotated[
 
 def main() -> None:
     """Entry point of the console script."""
-    show_what_streams_can()
     spin_briefly()
     app()
 
@@ -44,7 +54,7 @@ def main() -> None:
 def show_version(wanted: bool) -> None:
     """Print the version and leave."""
     if wanted:
-        typer.echo(f"mamba3lite {mamba3lite.__version__}")
+        show(f"mamba3lite {mamba3lite.__version__}")
         raise typer.Exit
 
 
@@ -119,11 +129,11 @@ def prepare(
             workers=workers,
         )
         for split, entry in index["splits"].items():
-            typer.echo(
+            show(
                 f"{split}: {entry['documents']:,} documents, {entry['bytes']:,} bytes, "
                 f"{entry['tokens']:,} tokens"
             )
-        typer.echo(f"prepared in {out}")
+        show(f"prepared in {out}")
 
 
 @app.command()
@@ -136,14 +146,17 @@ def verify(
     ],
 ) -> None:
     """Check shards or checkpoints against their hashes; exit code 1 for a fault."""
+    with one_line_errors("verify", OptionError):
+        require_folder("DIR", str(folder))
+    say_that_torch_loads()
     from mamba3lite.verify import verify_folder
 
-    faults = verify_folder(folder, typer.echo)
+    faults = verify_folder(folder, show)
     for fault in faults:
         to_stderr(f"mamba3lite verify: {fault}")
     if faults:
         raise typer.Exit(1)
-    typer.echo(f"{folder}: all is well")
+    show(f"{folder}: all is well")
 
 
 @app.command()
@@ -156,7 +169,7 @@ def info(config: Config = "tiny", overrides: Overrides = []) -> None:  # noqa: B
         say_that_torch_loads()
         from mamba3lite.training.estimate import describe
 
-        typer.echo(describe(checked))
+        show(describe(checked))
 
 
 @app.command()
@@ -175,7 +188,7 @@ def plot(
     with one_line_errors("plot", MetricsError, OSError):
         where = out or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
         plot_runs(runs, where)
-        typer.echo(f"{where}")
+        show(f"{where}")
 
 
 @app.command()
@@ -216,71 +229,50 @@ def generate(
     mode: Annotated[
         str, typer.Option(help="How a step is computed: recurrent or exact.")
     ] = "recurrent",
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Let control characters reach a terminal as they are."
+        ),
+    ] = False,
 ) -> None:
     """Continue prompts with a trained model."""
-    from mamba3lite.data import DataError
-    from mamba3lite.generate import (
-        MODES,
-        Decoder,
-        LogitsError,
-        OptionError,
-        Sampling,
-        check,
-        check_lengths,
-        texts,
-    )
-    from mamba3lite.training.checkpoint import CheckpointError
-    from mamba3lite.training.config import ConfigError
-
-    mistakes = (
-        OptionError,
-        LogitsError,
-        CheckpointError,
-        ConfigError,
-        DataError,
-        OSError,
-    )
-    with one_line_errors("generate", *mistakes):
-        Sampling(temperature, top_k, top_p)
+    with one_line_errors("generate", OptionError):
+        choice = Sampling(temperature, top_k, top_p)
         allowed = 1 <= num_samples <= 10**6
         check("num_samples", num_samples, allowed, "between 1 and 1000000")
         check("batch_size", batch_size, batch_size >= 1, "at least 1")
         check_lengths(max_new_tokens, [seed, seed + num_samples - 1])
-        for name, path in (("checkpoint", checkpoint), ("prompt_file", prompt_file)):
-            check(name, path, path != "", "a path")
+        check("mode", mode, mode in MODE_NAMES, " or ".join(MODE_NAMES))
+        require_folder("checkpoint", checkpoint)
         wanted = [bytes_of_argument(text) for text in prompts]
-        wanted += lines_of(Path(prompt_file)) if prompt_file else []
+        wanted += lines_of(prompt_file) if prompt_file is not None else []
         wanted = wanted or [b""]
-        check("mode", mode, mode in MODES, " or ".join(MODES))
+    say_that_torch_loads()
+    from mamba3lite.data import DataError
+    from mamba3lite.generate import Decoder, LogitsError, texts
+    from mamba3lite.training.checkpoint import CheckpointError
+    from mamba3lite.training.config import ConfigError
+
+    mistakes = (CheckpointError, ConfigError, DataError, LogitsError, OptionError)
+    count = len(wanted) * num_samples
+    with one_line_errors("generate", *mistakes, OSError), sparing_memory():
         model, tokenizer = load_for_generation(
             Path(checkpoint), to_stderr, mode == "exact"
         )
-        lanes = 1 if streaming else min(batch_size, len(wanted) * num_samples)
         found = texts(
-            Decoder(model, lanes, mode),
+            Decoder(model, 1 if streaming else min(batch_size, count), mode),
             tokenizer,
             wanted,
             num_samples=num_samples,
             seed=seed,
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            **dataclasses.asdict(choice),
         )
         for number, sample, pieces in found:
-            if len(wanted) * num_samples > 1:
-                typer.echo(f"===== prompt {number}, sample {sample} =====")
-            kept: list[str] = []
-            try:
-                for piece in pieces:
-                    if streaming:
-                        typer.echo(piece, nl=False)
-                    else:
-                        kept.append(piece)
-            except KeyboardInterrupt:
-                typer.echo("".join(kept))  # what there is of it
-                raise
-            typer.echo("".join(kept))
+            if count > 1:
+                show(f"===== prompt {number}, sample {sample} =====")
+            show_text(pieces, streaming, raw)
 
 
 @app.command(
@@ -289,7 +281,7 @@ def generate(
 )
 def bench(context: typer.Context) -> None:
     """Measure the scan: every version, forward and backward, against its floor."""
-    from mamba3lite.bench import app as measurements
+    from mamba3lite.bench_command import app as measurements
 
     measurements(context.args, prog_name="mamba3lite bench")
 
@@ -297,9 +289,52 @@ def bench(context: typer.Context) -> None:
 @app.command()
 def doctor() -> None:
     """Check this installation: versions, device, kernels against the oracle."""
+    say_that_torch_loads()
     from mamba3lite.doctor import examine
 
-    raise typer.Exit(0 if examine(typer.echo) else 1)
+    raise typer.Exit(0 if examine(show) else 1)
+
+
+def show_text(pieces: Iterable[str], streaming: bool, raw: bool) -> None:
+    """Print a text whole, or piece by piece; Ctrl-C leaves what there is of it."""
+    kept: list[str] = []
+    try:
+        for piece in pieces:
+            if streaming:
+                show(piece, end="", raw=raw)
+            else:
+                kept.append(piece)
+    except KeyboardInterrupt:
+        show("".join(kept), raw=raw)
+        raise
+    show("".join(kept), raw=raw)
+
+
+@contextmanager
+def sparing_memory() -> Iterator[None]:
+    """OptionError, saying what to lower, where memory runs out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        from mamba3lite.training.pretrain import first_line, out_of_memory
+
+        if not out_of_memory(error):
+            raise
+        raise OptionError(
+            f"batch_size: out of memory ({first_line(error)}); lower it"
+        ) from None
+
+
+def require_folder(name: str, path: str) -> None:
+    """Refuse what is no folder.
+
+    Raises: OptionError naming the path, or the option when it is empty.
+    """
+    check(name, path, path != "", "a path")
+    if not os.path.isdir(path):
+        is_file = os.path.lexists(path)
+        fault = "is a file, wants a folder" if is_file else "no such folder"
+        raise OptionError(f"{path}: {fault}")
 
 
 def bytes_of_argument(text: str) -> bytes:
@@ -307,8 +342,6 @@ def bytes_of_argument(text: str) -> bytes:
 
     Raises: OptionError for other lone surrogates, which stand for no bytes.
     """
-    from mamba3lite.generate import OptionError
-
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
@@ -317,19 +350,24 @@ def bytes_of_argument(text: str) -> bytes:
         ) from None
 
 
-def lines_of(file: Path) -> list[bytes]:
+MOST_PROMPT_BYTES = 2**26
+
+
+def lines_of(file: str) -> list[bytes]:
     """The prompts in a file, one a line; an empty line is an empty prompt.
 
     Lines end with LF or CR LF; the byte order mark of UTF-8 is no part of the first.
 
     Raises: OptionError for a file without a line, or one that cannot be read.
     """
-    from mamba3lite.generate import OptionError
-
+    check("prompt_file", file, file != "", "a path")
     try:
-        data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+        with open(file, "rb") as opened:
+            data = opened.read(MOST_PROMPT_BYTES + 1).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise OptionError(f"{file}: {error.strerror}") from None
+    if len(data) > MOST_PROMPT_BYTES:
+        raise OptionError(f"{file}: more than {MOST_PROMPT_BYTES:,} bytes of prompts")
     if not data:
         raise OptionError(f"{file}: holds no prompt; wants one a line")
     lines = data.removesuffix(b"\n").split(b"\n")
@@ -366,25 +404,6 @@ def load_for_generation(
     model = Mamba3Transformer(fields)
     load_model(folder, model)
     return model.to(device).eval(), load_tokenizer(state["data"]["tokenizer"])
-
-
-@contextmanager
-def one_line_errors(command: str, *mistakes: type[Exception]) -> Iterator[None]:
-    """Turn a user's mistake into one line on stderr and exit code 2.
-
-    Args: mistakes: what the command raises for wrong input; anything else is a fault
-    of the program and keeps its traceback.
-    """
-    try:
-        yield
-    except BrokenPipeError:  # an OSError that is no mistake: typer ends with code 1
-        raise
-    except mistakes as error:
-        reason = str(error)
-        if isinstance(error, OSError) and error.strerror:
-            reason = f"{error.filename or 'output'}: {error.strerror}"
-        to_stderr(f"mamba3lite {command}: {reason}")
-        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

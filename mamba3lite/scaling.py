@@ -31,8 +31,10 @@ import torch
 import typer
 
 from mamba3lite.bench import FORMAT, this_machine, versions
+from mamba3lite.commands import Command, check_new_file
 from mamba3lite.data.corpora import require_source
 from mamba3lite.data.prepare import prepare
+from mamba3lite.files import write_whole
 from mamba3lite.training.config import ConfigError, load_config
 from mamba3lite.training.metrics import read_metrics
 from mamba3lite.training.timed import RESULT, Job
@@ -669,7 +671,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def main(
     config: Annotated[
         str, typer.Option(help="The configuration whose speed is measured.")
@@ -711,10 +713,8 @@ def main(
         require_source(source)
     except (ValueError, ConfigError) as error:  # a DataError is the former
         raise typer.BadParameter(str(error)) from None
-    if json_file and json_file.exists():
-        raise typer.BadParameter(f"{json_file} exists; name a new file for --json")
-    if json_file and not json_file.parent.is_dir():
-        raise typer.BadParameter(f"{json_file.parent} is not a folder")
+    if json_file:
+        check_new_file(json_file, "--json")
 
     sizes = (rows, steps, wanted, here, seconds)
     plan = Plan(config, small, source, *sizes, tuple(only or ()))
@@ -723,7 +723,7 @@ def main(
     def save(report: dict) -> None:
         if json_file:
             text = json.dumps(report, indent=1) + "\n"
-            json_file.write_text(text, encoding="utf-8")
+            write_whole(json_file, text)
 
     with tempfile.TemporaryDirectory() as work:
         report = measure(plan, Path(work), lambda line: print(line, flush=True), save)

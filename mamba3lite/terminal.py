@@ -52,6 +52,16 @@ def to_stderr(text: str) -> None:
         print(one_line(text), file=sys.stderr, flush=True)
 
 
+def show(text: str, end: str = "\n", raw: bool = False) -> None:
+    """Write to stdout at once: to a terminal as `printable`, elsewhere as it is.
+
+    Args: raw: to a terminal as it is, too.
+    """
+    if sys.stdout is not None:
+        safe = _is_terminal(sys.stdout) and not raw
+        print(printable(text) if safe else text, end=end, flush=True)
+
+
 def say_that_torch_loads() -> None:
     """Say on a terminal why nothing happens for some seconds."""
     if _is_terminal(sys.stderr) and "torch" not in sys.modules:

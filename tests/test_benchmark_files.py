@@ -17,6 +17,7 @@ import torch
 from trainer_cases import write_config
 
 from mamba3lite import bench
+from mamba3lite.bench_command import PARTS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/benchmarks"
@@ -219,7 +220,7 @@ def ratio_faults(report: dict) -> list[str]:
         for row in report["rows"]
         for name in PASSES
     }
-    kernels = {part: bench.kernel_of(part, report["rows"]) for part in bench.PARTS}
+    kernels = {part: bench.kernel_of(part, report["rows"]) for part in PARTS}
     wanted = {
         (part, precision, version, name): time
         / medians[part, precision, kernels[part], name]
@@ -258,7 +259,7 @@ def test_the_page_shows_every_file():
     assert placing_faults(page, [path.name for path in FILES]) == []
 
 
-@pytest.mark.parametrize("parts", [bench.PARTS, ("scan",), ()], ids=len)
+@pytest.mark.parametrize("parts", [PARTS, ("scan",), ()], ids=len)
 def test_what_the_benchmark_writes_is_whole_and_makes_tables(
     parts, monkeypatch, tmp_path
 ):

@@ -74,6 +74,23 @@ SLIPS = [
      "pretrain: --resume later: later is no checkpoint (auto, never, must, a step "),
     ("cli info", "--config tinny", 2, "mamba3lite info: --config tinny: no such "),
     ("cli info", "--set model.d_model=0", 2, "mamba3lite info: --set: model.d_model "),
+    ("cli generate", "--checkpoint gone", 2, "mamba3lite generate: gone: no such fol"),
+    ("cli generate", "--checkpoint . --temperature -1", 2, "mamba3lite generate: temp"),
+    ("cli generate", "--checkpoint . --top-k x", 2, "python -m mamba3lite.cli generate"
+     ": Invalid value for '--top-k': "),
+    ("cli generate", "--checkpoint . --mode fast", 2, "mamba3lite generate: mode: got"),
+    ("cli generate", "--checkpoint . --seed -1", 2, "mamba3lite generate: seed: got "),
+    ("cli generate", "--checkpoint . --prompt-file gone", 2, "mamba3lite generate: go"),
+    ("cli prepare", "--source gone --out x", 2, "mamba3lite prepare: source: got 'gon"),
+    ("cli prepare", "--source stdlib --out x --tokenizer gpt3", 2, "mamba3lite prepar"),
+    ("cli plot", "gone", 2, "mamba3lite plot: gone: there is no folder gone; name tha"),
+    ("cli verify", "gone", 2, "mamba3lite verify: gone: no such folder"),
+    ("cli verify", "--deep", 2, "python -m mamba3lite.cli verify: No such option: "),
+    ("cli doctor", "--deep", 2, "python -m mamba3lite.cli doctor: No such option: "),
+    ("cli bench", "--model tinny", 2, "mamba3lite bench: Invalid value: --config tin"),
+    ("cli bench", "--part blok", 2, "mamba3lite bench: Invalid value: --part blok: "),
+    ("bench", "--model tinny", 2, "python -m mamba3lite.bench: Invalid value: --conf"),
+    ("cli trian", "", 2, "python -m mamba3lite.cli: No such command 'trian'."),
 ]  # fmt: skip
 
 
@@ -389,7 +406,7 @@ def test_generate_streams_token_by_token(finished, monkeypatch):
             yield [token]
 
     monkeypatch.setattr("mamba3lite.generate.Decoder.stream", tokens_one_by_one)
-    monkeypatch.setattr("typer.echo", lambda text="", **_: printed.append(text))
+    monkeypatch.setattr("mamba3lite.cli.show", lambda text, **_: printed.append(text))
     assert invoke("generate", "--checkpoint", run, "--stream").exit_code == 0
     assert printed == ["", "a", "b", "", ""] and taken == [1, 2]
 
@@ -450,7 +467,7 @@ def test_a_reader_that_has_gone_is_no_mistake(finished):
 def test_a_prompt_file_is_cut_at_line_feeds_alone(tmp_path, data, prompts):
     file = tmp_path / "prompts.txt"
     file.write_bytes(data)
-    assert lines_of(file) == prompts
+    assert lines_of(str(file)) == prompts
 
 
 @pytest.mark.parametrize(

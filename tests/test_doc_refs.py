@@ -34,7 +34,7 @@ import yaml
 from markdown import Markdown
 from typer.main import get_command
 
-from mamba3lite import bench
+from mamba3lite import bench_command
 from mamba3lite.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -428,7 +428,7 @@ def _marker_fault(words: list[str]) -> str | None:
     return f"no marker {marker}" if marker and marker not in known else None
 
 
-PASSED_ON = {"bench": bench.app}  # commands that hand their words to another
+PASSED_ON = {"bench": bench_command.app}  # commands that hand their words to another
 
 
 def _cli_fault(words: list[str]) -> str | None:
