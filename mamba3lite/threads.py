@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-SPINS = "1000"  # rounds before a thread sleeps; docs/benchmarks/cpu-threads.json
+SPINS = "1000"  # rounds before a thread sleeps; docs/benchmarks/runs/cpu-threads.json
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 

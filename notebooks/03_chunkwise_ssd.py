@@ -641,6 +641,13 @@ def _log_decay(
     return log_decay
 
 
+@torch.no_grad()
+def _not_finite(z: Inexact[Tensor, "B T H *rest"]) -> Bool[Tensor, "B T H"]:
+    """Where some number of a head is not finite."""
+    z = torch.view_as_real(z) if z.is_complex() else z
+    return ~z.flatten(3).sum(-1).isfinite()
+
+
 def _keep_documents_apart(
     x: Inexact[Tensor, "B T H D"],
     B_t: Complex[Tensor, "B T H N"],
@@ -648,29 +655,28 @@ def _keep_documents_apart(
     dt: Float[Tensor, "B T H"],
     initial_states: Complex[Tensor, "B H D N"],
     reset: Bool[Tensor, "B T"],
-) -> tuple[list[Tensor], Bool[Tensor, "B T H 1"], Bool[Tensor, "B H 1 1"]]:
+) -> tuple[list[Tensor], Bool[Tensor, "B T H 1"], Bool[Tensor, "B H 1 1"]] | None:
     """The inputs with 0 for what is not finite, and where the loop would show it.
 
     A step of -inf is one of no length and stays.
 
-    Returns: the five, where y is no number, and which final states are none.
+    Returns: the five, where y is no number, and which final states are none; None
+        where all is finite, which is looked up on a CPU alone.
 
     Source: notebook 03, "Log decays that stay small".
     """
-    with torch.no_grad():
-        written, read, entering = (
-            ~torch.view_as_real(z).flatten(3).sum(-1).isfinite()
-            if z.is_complex()
-            else ~z.sum(-1).isfinite()
-            for z in (B_t, C_t, initial_states.flatten(2).unsqueeze(1))
-        )
-        written |= ~x.sum(-1).isfinite()
-        step = dt.isnan() | (dt == torch.inf)
-        start = reset.unsqueeze(-1)
-        bad = written | (step & ~start)
-        count = bad.cumsum(1) + entering
-        before = torch.where(start, count - bad.int(), 0).cummax(1).values
-        spoiled = count > before
+    written, read = _not_finite(x) | _not_finite(B_t), _not_finite(C_t)
+    entering = _not_finite(initial_states.unsqueeze(1))
+    step = dt.isnan() | (dt == torch.inf)
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
+    looks = plain and not torch.compiler.is_compiling()
+    if looks and not any(map(torch.any, (written, read, entering, step))):
+        return None
+    start = reset.unsqueeze(-1)
+    bad = written | (step & ~start)
+    count = bad.cumsum(1) + entering
+    before = torch.where(start, count - bad.int(), 0).cummax(1).values
+    spoiled = count > before
     masks = *(written.unsqueeze(-1),) * 2, read.unsqueeze(-1), step
     clean = [z.masked_fill(m, 0) for z, m in zip((x, B_t, C_t, dt), masks, strict=True)]
     clean.append(initial_states.masked_fill(entering.mT.unsqueeze(-1), 0))
@@ -849,19 +855,20 @@ def ssd_complex_chunkwise(
     if initial_states is None:
         batch, _, heads, dim = x.shape
         initial_states = B_t.new_zeros(batch, heads, dim, B_t.shape[-1])
-    spoiled = None
+    apart = None
     if reset is not None:
-        clean, *spoiled = _keep_documents_apart(x, B_t, C_t, dt, initial_states, reset)
-        x, B_t, C_t, dt, initial_states = clean
+        apart = _keep_documents_apart(x, B_t, C_t, dt, initial_states, reset)
+    if apart is not None:
+        (x, B_t, C_t, dt, initial_states), no_output, no_state = apart
     # States stay in float32: autocast must not reach the products below.
     with _without_autocast(x.device.type):
         y, final_states = _scan_chunks(
             *(x, B_t, C_t, _log_decay(dt, A, reset), initial_states),
             *(chunk_size, ssd_dispatch, precision),
         )
-    if spoiled is not None:
-        y = y.masked_fill(spoiled[0], torch.nan)
-        final_states = final_states.masked_fill(spoiled[1], torch.nan)
+    if apart is not None:
+        y = y.masked_fill(no_output, torch.nan)
+        final_states = final_states.masked_fill(no_state, torch.nan)
     return (y, final_states) if return_final_states else y
 
 
