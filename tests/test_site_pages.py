@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,41 @@ def test_aligned_rows_and_columns_survive():
 def test_a_formula_that_would_not_draw_is_refused(latex):
     with pytest.raises(site.FormulaError):
         site.mathml(latex)
+
+
+# ---------------------------------------------------------------- benchmarks
+
+HOSTILE = (
+    "<script>x</script> [l](javascript:x) `|` **b** <!-- settings model -->\n```\n# h"
+)
+REPORTS = sorted((ROOT / "docs/benchmarks").glob("h200-*.json"))
+SHOWN = [path for path in REPORTS if "-gate" not in path.name]
+
+
+def hostile(value, key: str = ""):
+    """The same report with hostile text in every string that is no name of a part."""
+    if isinstance(value, dict):
+        renamed = {k: hostile(v, k) for k, v in value.items()}
+        return renamed | ({HOSTILE: HOSTILE} if key == "versions" else {})
+    if isinstance(value, list):
+        return [hostile(inner, key) for inner in value]
+    return HOSTILE if isinstance(value, str) and key not in ("part", "kind") else value
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
+def test_strings_of_a_benchmark_file_are_text_on_its_page(path):
+    def page(report):
+        extensions = ["tables", "attr_list", "md_in_html", "pymdownx.superfences"]
+        markdown = Markdown(extensions=[*extensions, site.SiteMarkdown(ROOT)])
+        html = markdown.convert(site.benchmark_markdown(report, path.name))
+        return html, Counter(re.findall(r"<[a-z0-9]+", html))
+
+    report = json.loads(path.read_text(encoding="utf-8"))
+    (_, elements), (html, found) = page(report), page(hostile(report))
+    assert set(found) <= set(elements) | {"<span"}, "an element that was not there"
+    for name in ("<a", "<strong", "<h1", "<table", "<tr"):
+        assert found[name] <= elements[name], name
+    assert "&lt;script&gt;" in html or "&#60;script&#62;" in html
 
 
 # ---------------------------------------------------------------- a small site

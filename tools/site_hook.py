@@ -506,6 +506,7 @@ def benchmark_markdown(report: dict, name: str) -> str:
             files lack some sections.
         name: its file name, for the link; the file lies beside the page.
     """
+    report = _inert(report)
     if report.get("kind") == "scaling":
         return scaling_markdown(report, name)
     blocks = [_provenance(report, name)]
@@ -536,6 +537,24 @@ def benchmark_markdown(report: dict, name: str) -> str:
         title = "**The fused scan, by launch of one of its kernels**"
         blocks += [title, _fused_launches(report["fused_launches"])]
     return "\n\n".join(blocks)
+
+
+MARKUP = re.compile(r"[^\w .,:;/()+='%-]")
+VERBATIM = {"command", "said"}  # shown in a fence
+
+
+def _inert(value: object) -> object:
+    """A report whose strings are text: what Markdown or HTML would read, an entity."""
+    if isinstance(value, dict):
+        return {
+            _inert(key): inner if key in VERBATIM else _inert(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_inert(inner) for inner in value]
+    if isinstance(value, str):
+        return MARKUP.sub(lambda found: f"&#{ord(found[0])};", value)
+    return value
 
 
 def _provenance(report: dict, name: str) -> str:
@@ -572,7 +591,7 @@ def _origin(report: dict, name: str, device: str) -> str:
     software = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if v)
     return (
         f"*Measured* on {device}, {report['date']}, with {software}: "
-        f"[{name}]({name}).\n\n```console\n{report['command']}\n```"
+        f"[{name}]({name}).\n\n{_fence(str(report['command']), 'console')}"
     )
 
 
@@ -821,7 +840,7 @@ def _dead_rank(found: dict) -> str:
         f"were gone after {found['others_gone_s']:.1f} s, torchrun ended with exit "
         f"code {found['torchrun_exit_code']}, and `verify` found "
         f"{found['sound_checkpoints']} sound checkpoints and {faults}. What they "
-        f"said:\n\n``` {{ .text .message }}\n{found['said']}\n```"
+        f"said:\n\n{_fence(str(found['said']), ' { .text .message }')}"
     )
 
 
@@ -1028,7 +1047,8 @@ def on_page_markdown(markdown: str, page, config: MkDocsConfig, **_: object) -> 
         report = json.loads(path.read_text(encoding="utf-8"))
         return benchmark_markdown(report, match[1])
 
-    return with_settings(BENCHMARK.sub(tables, markdown), _root(config))
+    # What a report holds is not looked through for markers again.
+    return BENCHMARK.sub(tables, with_settings(markdown, _root(config)))
 
 
 def on_page_content(html: str, page, **_: object) -> str:
