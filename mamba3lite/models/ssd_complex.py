@@ -561,18 +561,17 @@ def ssd_complex_chunkwise(
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast multiplies in on a device now; None where it is off or unknown."""
-    # Some devices, such as meta, have no autocast to ask about.
-    if not torch.amp.is_autocast_available(device_type):
+    """What autocast multiplies in on a device now; None where it is off."""
+    # Meta has no autocast to ask about.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
-    on = torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if on else None
+    return torch.get_autocast_dtype(device_type)
 
 
 def _without_autocast(device_type: str):
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    if device_type == "meta":
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _scan_chunks(
