@@ -185,7 +185,7 @@ def plot(
     """Draw loss, validation, learning rate, gradient norm and speed as a PNG."""
     from mamba3lite.training.metrics import MetricsError, plot_runs
 
-    with one_line_errors("plot", MetricsError, OSError):
+    with one_line_errors("plot", MetricsError):
         where = out or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
         plot_runs(runs, where)
         show(f"{where}")
@@ -256,7 +256,7 @@ def generate(
 
     mistakes = (CheckpointError, ConfigError, DataError, LogitsError, OptionError)
     count = len(wanted) * num_samples
-    with one_line_errors("generate", *mistakes, OSError), sparing_memory():
+    with one_line_errors("generate", *mistakes), sparing_memory():
         model, tokenizer = load_for_generation(
             Path(checkpoint), to_stderr, mode == "exact"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,8 @@ def one_line_errors(command: str, *mistakes: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:  # an OSError that is no mistake: typer ends with code 1
-        raise
     except mistakes as error:
-        reason = str(error)
-        if isinstance(error, OSError) and error.strerror:
-            reason = f"{error.filename or 'output'}: {error.strerror}"
-        to_stderr(f"mamba3lite {command}: {reason}")
+        to_stderr(f"mamba3lite {command}: {error}")
         raise typer.Exit(2) from None
 
 
@@ -51,7 +46,7 @@ def check_new_file(file: Path, option: str) -> None:
 
 
 class Group(TyperGroup):
-    """Commands of which a wrong option is one line, too."""
+    """Commands of which a wrong option is one line, and what the system refuses."""
 
     def make_context(self, name: str | None, *rest: Any, **extra: Any) -> typer.Context:
         """Read the options before the command."""
@@ -60,30 +55,38 @@ class Group(TyperGroup):
 
     def invoke(self, context: typer.Context) -> Any:
         """Run the command that was named."""
-        with _one_line_usage(context.command_path):
+        with _one_line_usage(
+            lambda: f"{context.command_path} {context.invoked_subcommand}"
+        ):
             return super().invoke(context)
 
 
 class Command(TyperCommand):
-    """A command of its own of which a wrong option is one line, too."""
+    """A command of its own that answers as one of a `Group` does."""
 
     def make_context(self, name: str | None, *rest: Any, **extra: Any) -> typer.Context:
         """Read the options."""
         show_what_streams_can()
-        with _one_line_usage(name):
+        with _one_line_usage(lambda: name):
             return super().make_context(name, *rest, **extra)
 
     def invoke(self, context: typer.Context) -> Any:
         """Run it."""
-        with _one_line_usage(context.command_path):
+        with _one_line_usage(lambda: context.command_path):
             return super().invoke(context)
 
 
 @contextmanager
-def _one_line_usage(command: str | None) -> Iterator[None]:
+def _one_line_usage(command: Callable[[], str | None]) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        command = error.ctx.command_path if error.ctx else command
-        to_stderr(f"{command}: {error.format_message()}")
+        where = error.ctx.command_path if error.ctx else command()
+        to_stderr(f"{where}: {error.format_message()}")
         raise typer.Exit(error.exit_code) from None
+    except BrokenPipeError:  # nobody reads any more: typer ends with code 1
+        raise
+    except OSError as error:
+        reason = f"{error.filename or 'output'}: {error.strerror or error}"
+        to_stderr(f"{command()}: {reason}")
+        raise typer.Exit(2) from None

@@ -1,5 +1,7 @@
 """The command line: every command, its output, and one line for each mistake."""
 
+import errno
+import io
 import os
 import shutil
 import subprocess
@@ -452,6 +454,130 @@ def test_a_reader_that_has_gone_is_no_mistake(finished):
         assert running.stdout.read(20) == b"===== prompt 1, samp"
         running.stdout.close()
         assert (running.stderr.read(), running.wait()) == (b"", 1)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one, and keeps what it would obey."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+RED = "\x1b[31m\x1b]0;name\x07"
+
+
+def test_a_terminal_shows_control_characters_and_obeys_them_with_raw(
+    finished, monkeypatch
+):
+    _, run, _ = finished
+    ask = ["generate", "--checkpoint", str(run), "--max-new-tokens", "1"]
+    ask += ["--prompt", f"{RED}\u202e\ttab"]
+    for extra in ([], ["--stream"]):
+        shown = Terminal()
+        monkeypatch.setattr("sys.stdout", shown)
+        app([*ask, *extra], standalone_mode=False)
+        spelled = r"\x1b[31m\x1b]0;name\x07\u202e" + "\ttab"
+        assert shown.getvalue().startswith(spelled)
+        assert not {"\x1b", "\x07", "\u202e"} & set(shown.getvalue())
+        obeyed = Terminal()
+        monkeypatch.setattr("sys.stdout", obeyed)
+        app([*ask, *extra, "--raw"], standalone_mode=False)
+        assert obeyed.getvalue().startswith(f"{RED}\u202e\ttab")
+    monkeypatch.undo()
+    for extra in ([], ["--stream"]):
+        piped = invoke(*ask, *extra).stdout
+        assert piped.startswith(f"{RED}\u202e\ttab"), "a pipe gets every character"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--config", f"{RED}\n"],
+        ["train", "--resume", f"{RED}\n"],
+        ["train", "--set", f"data.source={RED}\n"],
+        ["info", "--config", f"{RED}\n"],
+        ["info", "--set", f"{RED}\n=1"],
+        ["generate", "--checkpoint", f"{RED}\n"],
+        ["generate", "--checkpoint", ".", "--prompt-file", f"{RED}\n"],
+        ["generate", "--checkpoint", ".", "--top-k", f"{RED}\n"],
+        ["prepare", "--source", f"{RED}\n", "--out", "x"],
+        ["prepare", "--source", "stdlib", "--out", "x", "--tokenizer", f"{RED}\n"],
+        ["plot", f"{RED}\n"],
+        ["verify", f"{RED}\n"],
+        ["bench", "--model", f"{RED}\n"],
+        ["bench", "--json", f"/{RED}\n/x"],
+        [f"{RED}\n"],
+    ],
+)
+def test_what_a_mistake_quotes_stays_on_one_line(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n")
+    assert not {"\x1b", "\x07"} & set(result.output)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_command_shows_what_a_stream_can(finished, tmp_path):
+    _, run, _ = finished
+    source, out = write_corpus(tmp_path / "text"), tmp_path / "€"
+    narrow = CliRunner(charset="latin-1")
+    done = narrow.invoke(app, ["prepare", "--source", str(source), "--out", str(out)])
+    assert done.exit_code == 0 and done.stdout.endswith("\\u20ac\n"), done.output
+    ask = ["generate", "--checkpoint", str(run), "--max-new-tokens", "1"]
+    done = narrow.invoke(app, [*ask, "--prompt", "é€"])
+    assert done.exit_code == 0 and done.stdout.startswith("é\\u20ac"), done.output
+    for command in (["verify", str(out)], ["info", "--config", str(out / "none")]):
+        done = narrow.invoke(app, command)
+        assert "\\u20ac" in done.output and not isinstance(done.exception, ValueError)
+
+
+@pytest.mark.parametrize("name", ["info", "verify", "generate", "prepare", "plot"])
+def test_without_streams_a_command_does_its_work(finished, tmp_path, monkeypatch, name):
+    _, run, _ = finished
+    out = tmp_path / "out"
+    arguments = {
+        "info": [],
+        "verify": [str(run)],
+        "generate": ["--checkpoint", str(run), "--max-new-tokens", "1"],
+        "prepare": ["--source", str(write_corpus(tmp_path / "a")), "--out", str(out)],
+        "plot": [str(run), "--out", str(tmp_path / "a.png")],
+    }[name]
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert app([name, *arguments], standalone_mode=False) in (None, 0)
+
+
+@pytest.mark.parametrize("name", ["info", "verify", "doctor", "generate", "plot"])
+def test_a_full_disk_behind_stdout_is_one_line(finished, tmp_path, monkeypatch, name):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    _, run, _ = finished
+    arguments = {
+        "verify": [run],
+        "generate": ["--checkpoint", run, "--max-new-tokens", 1],
+        "plot": [run, "--out", tmp_path / "a.png"],
+    }.get(name, [])
+    monkeypatch.setattr("mamba3lite.cli.show", refuse)
+    result = invoke(name, *arguments)
+    line = f"mamba3lite {name}: output: No space left on device\n"
+    assert (result.exit_code, result.stderr) == (2, line)
+
+
+def test_ctrl_c_while_torch_loads_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mamba3lite.training.pretrain"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr.splitlines() == [
+        "python -m mamba3lite.training.pretrain: interrupted before training began"
+    ]
+    assert done.returncode != 0
 
 
 @pytest.mark.parametrize(

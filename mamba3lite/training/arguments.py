@@ -136,7 +136,11 @@ def read_arguments(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def refuse_mistakes() -> None:
-    """End this process, on rank 0 with one line, where what was typed cannot run."""
+    """End this process, on rank 0 with one line, where what was typed cannot run.
+
+    From then on Ctrl-C ends it without a traceback, also while torch loads.
+    """
+    sys.excepthook = _say_interrupted
     show_what_streams_can()
     asked = read_arguments()
     try:
@@ -146,3 +150,10 @@ def refuse_mistakes() -> None:
             to_stderr(f"{SCRIPT}: {error}")
         sys.exit(2)
     say_that_torch_loads()
+
+
+def _say_interrupted(kind, error, trace) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        to_stderr(f"{SCRIPT}: interrupted before training began")
+    else:
+        sys.__excepthook__(kind, error, trace)
