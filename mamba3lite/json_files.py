@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mamba3lite.files import open_plain
+
+
+class Checked(BaseModel):
+    """JSON values of exactly these types; further keys are left alone."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=0, le=10**15)]
 
 
 def read_json(path: Path, inside: Path, most_bytes: int) -> dict[str, Any]:
@@ -58,6 +68,7 @@ def _said(error: dict[str, Any]) -> str:
     if error["type"] == "missing":
         return f"{place} is missing"
     wanted = error["msg"].replace("Input should be", "should be")
+    wanted = re.sub(r" or instance of \w+", "", wanted)
     return f"{place}: got {shown(error['input'])}, {wanted}"
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import hashlib
 import json
 import os
+import random
+import re
 import struct
 import subprocess
 import sys
@@ -23,9 +27,10 @@ from hypothesis import strategies as st
 import mamba3lite.data.prepare as prepare_module
 from mamba3lite.data import DataError
 from mamba3lite.data.corpora import read_documents, source_files, zlib_bits_per_byte
-from mamba3lite.data.prepare import is_prepared, prepare
+from mamba3lite.data.prepare import prepare, prepare_beside, prepared_in
 from mamba3lite.data.shards import ShardWriter, open_shard, save_index
 from mamba3lite.data.tokenizers import ByteTokenizer, load_tokenizer
+from mamba3lite.locks import locked
 from mamba3lite.training.data import PretrainDataset, TokenStream, permuted
 
 TOKENIZER = ByteTokenizer()
@@ -41,8 +46,13 @@ def make(source, out, val_fraction=0.3):
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, which is empty and stays."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if path.name != "prepare.lock"
+    }
 
 
 def belongs_to_validation(text: bytes, val_fraction: float) -> bool:
@@ -190,9 +200,49 @@ def documents(source) -> list[tuple[str, bytes]]:
 def test_a_folder_gives_each_text_file_as_it_lies_on_disk(tmp_path, texts):
     (tmp_path / "texts/.git").mkdir()
     (tmp_path / "texts/.git/config").write_text("hidden")
-    (tmp_path / "texts/link.txt").symlink_to(tmp_path / "texts/latin.txt")
     os.mkfifo(tmp_path / "texts/pipe")
-    assert documents(tmp_path / "texts") == sorted(texts.items())
+    lines = []
+    files = source_files(tmp_path / "texts", lines.append)
+    found = [(d.name, d.text) for file in files for d in read_documents(file)]
+    assert found == sorted(texts.items())
+    assert lines == [
+        f"source {tmp_path / 'texts'}: 2 hidden entries, dead links and files of other "
+        "kinds left out"
+    ]
+
+
+def test_links_are_followed_and_each_file_is_read_once(tmp_path, texts):
+    source, other = tmp_path / "texts", tmp_path / "other"
+    other.mkdir()
+    (other / "b.txt").write_bytes(b"beyond\n")
+    (other / "a.jsonl").write_text('{"text": "line"}\n')
+    links = {
+        "again.txt": source / "latin.txt",  # a file that is here already
+        "far": other,
+        "far too": other,
+        "one.txt": other / "b.txt",  # a file that comes before its folder, by name
+        "loop": source,
+        "up": tmp_path,  # the source, and what lies beside it, other/ once more
+        "dead.txt": tmp_path / "nothing",
+        "self": source / "self",
+    }
+    for name, target in links.items():
+        (source / name).symlink_to(target)
+    (other / "back").symlink_to(source)
+    lines = []
+    files = source_files(source, lines.append)
+    found = [(d.name, d.text) for file in files for d in read_documents(file)]
+    more = {"far/a.jsonl:1": b"line", "far/b.txt": b"beyond\n"}
+    assert found == sorted((texts | more).items())
+    (line,) = lines
+    assert "2 hidden entries, dead links" in line
+
+
+def test_a_folder_of_links_alone_is_prepared(tmp_path, texts):
+    (tmp_path / "farm").mkdir()
+    (tmp_path / "farm/all").symlink_to(tmp_path / "texts")
+    index = make(tmp_path / "farm", tmp_path / "out")
+    assert index["source"]["files"] == len(texts)
 
 
 def test_gzip_is_the_same_text_under_another_name(tmp_path):
@@ -219,6 +269,39 @@ def test_a_single_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, suffix)
     assert all(piece.endswith(b"\n") for piece in pieces[:-1])
     assert all(16_384 <= len(piece) < 16_384 + 40 for piece in pieces[:-1])
     assert make(path, tmp_path / "out")["splits"]["val"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("letters", ["abc def", "é€😀", "日本語"])
+def test_one_long_line_is_cut_between_characters_and_shared_out(tmp_path, letters):
+    path = tmp_path / "line.txt"
+    data = "".join(random.Random(0).choices(letters, k=1_000_000)).encode()
+    path.write_bytes(b"a line\n" + data)
+    pieces = [piece for _, piece in documents(path)]
+    assert b"".join(pieces) == b"a line\n" + data
+    for piece in pieces:
+        piece.decode()  # no character is cut
+    assert {len(piece) for piece in pieces[:-1]} <= set(range(16_380, 16_400))
+    assert make(path, tmp_path / "out", 0.05)["splits"]["val"]["documents"] > 0
+
+
+def test_bytes_of_another_encoding_are_cut_and_kept_too(tmp_path):
+    for number, data in enumerate((b"\xe9" * 99_999, b"\x80" * 99_999, b"\xff" * 99)):
+        path = tmp_path / f"{number}.txt"
+        path.write_bytes(data)
+        pieces = [piece for _, piece in documents(path)]
+        assert b"".join(pieces) == data and all(map(len, pieces))
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"caf\xe9", b"x" * 16_384])
+def test_lines_that_fit_are_cut_as_they_always_were(tmp_path, ending):
+    """A text that was prepared keeps its documents: whole lines, just over 16 KiB."""
+    draw = random.Random(0)
+    lines = [b"y" * draw.randrange(16_384) + b"\n" for _ in range(50)]
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"".join([*lines, b"z" * 16_383 + b"\n", ending]))
+    with path.open("rb") as file:
+        wanted = [b"".join(part) for part in iter(lambda: file.readlines(16_384), [])]
+    assert [piece for _, piece in documents(path)] == wanted
 
 
 @pytest.mark.parametrize(
@@ -353,6 +436,13 @@ def test_one_document_cannot_be_shared_out(tmp_path):
         make(texts, tmp_path / "out")
 
 
+def test_the_same_text_over_and_over_is_not_shared_out_either(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 16_384 * 200)
+    told = r"all documents are the same text, and that is on one side$"
+    with pytest.raises(DataError, match=told):
+        make(tmp_path / "a.txt", tmp_path / "out")
+
+
 def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
     write_texts(tmp_path / "here", 20)
     monkeypatch.chdir(tmp_path / "here")
@@ -360,14 +450,14 @@ def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
         make("", tmp_path / "out")
 
 
-def test_is_prepared_compares_and_writes_nothing(tmp_path, texts, prepared):
+def test_what_is_prepared_is_found_and_nothing_is_written(tmp_path, texts, prepared):
     source = tmp_path / "texts"
 
     def asked(out, fraction=0.3):
-        return is_prepared(source, "byte", out, val_fraction=fraction, progress=quiet)
+        return prepared_in(source, "byte", out, val_fraction=fraction, progress=quiet)
 
     before = folder_bytes(tmp_path)
-    assert asked(prepared)
+    assert asked(prepared) == prepared
     assert not asked(prepared, 0.4)
     assert not asked(tmp_path / "nothing")
     with pytest.raises(DataError, match="lies inside the source"):
@@ -378,14 +468,132 @@ def test_is_prepared_compares_and_writes_nothing(tmp_path, texts, prepared):
     assert not asked(prepared)
 
 
-def test_other_data_replaces_what_was_prepared(tmp_path, prepared, monkeypatch):
-    monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 100)
-    make(tmp_path / "texts", prepared, 0.5)
-    assert len(list(prepared.glob("train/*.bin"))) > 1
-    monkeypatch.undo()
-    make(tmp_path / "texts", prepared, 0.3)
-    make(tmp_path / "texts", tmp_path / "fresh", 0.3)
-    assert folder_bytes(prepared) == folder_bytes(tmp_path / "fresh")
+def prepare_more(source, out, **options):
+    (source / "sub/new.txt").write_text("one more")
+    return make(source, out, **options)
+
+
+OTHER_DATA = {
+    "another fraction": lambda source, out: make(source, out, 0.5),
+    "an edited text": prepare_more,
+}
+
+
+@pytest.mark.parametrize("how", OTHER_DATA)
+def test_other_data_never_replace_what_was_prepared(tmp_path, prepared, how):
+    """A run may have been trained on it; the refusal names both."""
+    before = folder_bytes(prepared)
+    with pytest.raises(DataError) as caught:
+        OTHER_DATA[how](tmp_path / "texts", prepared)
+    there, asked = re.findall(r"text ([0-9a-f]{12}), tokenizer byte, val_fraction "
+                              r"(0\.[35])", str(caught.value))  # fmt: skip
+    index = json.loads(before["index.json"])
+    assert there == (index["source"]["sha256"][:12], "0.3") != asked
+    assert str(caught.value).endswith("choose another folder, or remove that one")
+    assert "\n" not in str(caught.value)
+    assert folder_bytes(prepared) == before
+
+
+def test_other_data_have_a_folder_beside_and_find_it_again(tmp_path, prepared):
+    source, before = tmp_path / "texts", folder_bytes(prepared)
+
+    def beside():
+        options = {"val_fraction": 0.3, "progress": quiet}
+        folder, index = prepare_beside(source, "byte", prepared, **options)
+        assert index == json.loads((folder / "index.json").read_text())
+        assert prepared_in(source, "byte", prepared, **options) == folder
+        return folder
+
+    assert beside() == prepared
+    (source / "latin.txt").write_text("edited")
+    once = beside()
+    assert re.fullmatch("out-[0-9a-f]{8}", once.name) and once.parent == prepared.parent
+    assert beside() == once
+    (source / "latin.txt").write_text("edited again")
+    assert beside() not in (once, prepared)
+    (source / "latin.txt").write_bytes(write_texts(tmp_path / "same", 0)["latin.txt"])
+    assert beside() == prepared
+    assert folder_bytes(prepared) == before
+
+
+SOMEBODYS = {
+    "a shard of old": "train/shard_0.bin",
+    "a shard by name": "val/shard_00000.bin",
+    "a hidden file": "train/.notes",
+    "a folder": "val/notes/mine.txt",
+}
+
+
+@pytest.mark.parametrize("name", SOMEBODYS.values(), ids=SOMEBODYS)
+def test_files_of_somebody_are_never_deleted(tmp_path, texts, name):
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"years of work")
+    with pytest.raises(
+        DataError, match=r"out: .*out is not a prepared folder .*; choo"
+    ):
+        make(tmp_path / "texts", tmp_path / "out")
+    assert folder_bytes(tmp_path / "out") == {name: b"years of work"}
+
+
+def test_what_a_killed_preparation_left_is_known_by_its_mark(tmp_path, texts):
+    """Its shards are cleared away; files of others in the same folder are not."""
+    make(tmp_path / "texts", tmp_path / "whole")
+    out = tmp_path / "out"
+    make(tmp_path / "texts", out, 0.6)
+    (out / "index.json").unlink()
+    (out / "train/shard_00007.bin").write_bytes(b"M3LTOKEN and more")
+    (out / "train/shard_0.bin").write_bytes(b"years of work")
+    (out / ".mamba3lite-unfinished").touch()
+    make(tmp_path / "texts", out)
+    mine = {"train/shard_0.bin": b"years of work"}
+    assert folder_bytes(out) == folder_bytes(tmp_path / "whole") | mine
+    (out / "index.json").unlink()
+    (out / ".mamba3lite-unfinished").touch()
+    (out / "val/shard_00000.bin").write_bytes(b"years of work")
+    with pytest.raises(DataError, match=r"val/shard_00000\.bin is no shard"):
+        make(tmp_path / "texts", out)
+    assert (out / "val/shard_00000.bin").read_bytes() == b"years of work"
+
+
+@pytest.mark.parametrize("name", ["index.json", "train/shard_00000.bin"])
+def test_nothing_is_written_through_a_planted_link(tmp_path, texts, name):
+    """The temporary names of before could be guessed."""
+    (tmp_path / "precious").write_text("years of work")
+    planted = (tmp_path / "out" / name).with_suffix(".tmp")
+    planted.parent.mkdir(parents=True)
+    planted.symlink_to(tmp_path / "precious")
+    if name == "index.json":
+        make(tmp_path / "texts", tmp_path / "out")
+    else:
+        with pytest.raises(DataError, match="not a prepared folder"):
+            make(tmp_path / "texts", tmp_path / "out")
+    assert (tmp_path / "precious").read_text() == "years of work"
+    assert planted.is_symlink()
+
+
+def test_readers_of_prepared_data_take_no_lock(tmp_path, texts, prepared):
+    with locked(prepared / "prepare.lock", pytest.fail):
+        index = make(tmp_path / "texts", prepared)
+    assert index == json.loads((prepared / "index.json").read_text())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_one_line(tmp_path, texts, monkeypatch, number):
+    def refuse(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    make(tmp_path / "texts", tmp_path / "whole")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    notes, out = [], tmp_path / "out"
+    prepare(tmp_path / "texts", "byte", out, val_fraction=0.3,
+            progress=lambda *state: notes.append(state[0]))  # fmt: skip
+    told = [note for note in notes if "locks" in note]
+    assert told == [
+        f"[warn] {out}: no locks on this file system; nothing keeps a second process "
+        "from writing here at the same time"
+    ]
+    assert folder_bytes(out) == folder_bytes(tmp_path / "whole")
 
 
 def test_a_bad_source_leaves_the_former_preparation_alone(tmp_path, prepared):
@@ -423,7 +631,9 @@ def test_output_folders_that_cannot_be_used_are_named(tmp_path, texts):
     with pytest.raises(DataError, match="lies inside the source"):
         make(tmp_path / "texts", tmp_path / "texts/out")
     (tmp_path / "index.json").write_text('{"mine": 1}')
-    with pytest.raises(DataError, match="not ours"):
+    with pytest.raises(
+        DataError, match="not an index of prepared data; choose another"
+    ):
         make(tmp_path / "texts", tmp_path)
     assert (tmp_path / "index.json").read_text() == '{"mine": 1}'
 
@@ -466,7 +676,8 @@ p.SHARD_TOKENS = 500
 quiet = lambda *state: None
 run = lambda f: p.prepare(source, "byte", out, val_fraction=f, progress=quiet)
 seen = lambda: {str(x.relative_to(out)): x.read_bytes()
-                for x in sorted(out.rglob("*")) if x.is_file()}
+                for x in sorted(out.rglob("*"))
+                if x.is_file() and x.name != "prepare.lock"}
 
 def kill_at(moment):
     left = [moment]
@@ -480,8 +691,12 @@ def kill_at(moment):
 
 run(0.3)
 wanted = seen()
-run(0.6)
-former = seen()
+former = {}
+if sys.argv[3] == "damaged":
+    former = dict(wanted)
+    for name in list(former):
+        if "shard" in name:
+            former[name] = former[name][:-1] + b"?"
 moment = kills = 0
 while True:
     shutil.rmtree(out)
@@ -500,11 +715,16 @@ while True:
     assert os.WTERMSIG(status) == signal.SIGKILL
     kills += 1
     try:
-        fraction = load_index(out)["val_fraction"]
+        for split in load_index(out)["splits"].values():
+            for entry in split["shards"]:
+                open_shard(out, entry, 257)
     except DataError as error:
-        assert "no prepared data" in str(error), error
+        told = "have sha256" if former else "no prepared data"
+        assert told in str(error), error
     else:
-        assert seen() == {0.3: wanted, 0.6: former}[fraction]
+        marks = (".tmp-", ".mamba3lite-unfinished")
+        left = {name for name in seen() if not any(mark in name for mark in marks)}
+        assert left == set(wanted)
     run(0.3)
     assert seen() == wanted, moment
     moment += 1
@@ -513,10 +733,11 @@ print(kills)
 """
 
 
-def test_killed_anywhere_and_run_again_gives_identical_bytes(tmp_path, texts):
-    """SIGKILL at every open, rename and removal, over a former preparation."""
+@pytest.mark.parametrize("former", ["nothing", "damaged"])
+def test_killed_anywhere_and_run_again_gives_identical_bytes(tmp_path, texts, former):
+    """SIGKILL at every open, rename and removal, where nothing or something bad is."""
     command = [sys.executable, "-c", KILLED_EVERYWHERE]
-    command += [str(tmp_path / "texts"), str(tmp_path / "out")]
+    command += [str(tmp_path / "texts"), str(tmp_path / "out"), former]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
@@ -540,9 +761,21 @@ def test_a_full_disk_is_named_and_leaves_no_litter(tmp_path):
     assert folder_bytes(tmp_path / "out") == {}
 
 
-def test_preparation_needs_no_torch():
-    code = "import sys, mamba3lite.data.prepare; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+@pytest.mark.parametrize("absent", ["fcntl resource", "torch"])
+def test_preparation_needs_no_torch_and_not_what_windows_lacks(tmp_path, texts, absent):
+    code = f"""if True:
+        import sys
+        for name in {absent!r}.split():
+            sys.modules[name] = None
+        from mamba3lite.data.prepare import prepare
+        prepare(*sys.argv[1:], val_fraction=0.3, progress=lambda *state: None)
+        """
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", code, str(tmp_path / "texts"), "byte", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    make(tmp_path / "texts", tmp_path / "again")
+    assert folder_bytes(out) == folder_bytes(tmp_path / "again")
 
 
 # Shards and their faults
@@ -581,6 +814,30 @@ def test_tokens_take_two_bytes_while_the_vocabulary_fits(tmp_path, vocab_size, s
     entry = writer.finish()
     assert (tmp_path / entry["file"]).stat().st_size == 64 + 4 * size
     assert open_shard(tmp_path, entry, vocab_size).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        (np.array([65_536]), "got values from 65536 to 65536, allowed are 0 to 65535"),
+        (np.array([3, 70_000]), "got values from 3 to 70000"),
+        (np.array([-1, 5]), "got values from -1 to 5"),
+        (np.array([2**64 - 1], np.uint64), "got values from 1844"),
+        (np.array([1.0, 2.5]), "got float64, wanted integers"),
+        (np.array([True]), "got bool, wanted integers"),
+        (np.array([2**70]), "got object, wanted integers"),
+    ],
+)
+def test_ids_that_a_cast_would_change_are_refused(tmp_path, ids, error):
+    writer = ShardWriter(tmp_path / "shard_00000.bin", 65_536)
+    writer.append(np.array([65_535]))
+    with pytest.raises((TypeError, ValueError), match=error):
+        writer.append(ids)
+    writer.append(np.array([]))
+    assert writer.n_tokens == 1
+    writer.finish()
+    data = (tmp_path / "shard_00000.bin").read_bytes()
+    assert data[64:] == b"\xff\xff"
 
 
 def rewrite(path: Path, **changes) -> None:
@@ -649,9 +906,11 @@ def test_a_damaged_shard_is_named_and_prepare_repairs_it(
 
 def test_a_token_beyond_the_vocabulary_is_refused_even_with_a_good_hash(prepared):
     index = json.loads((prepared / "index.json").read_text())
-    writer = ShardWriter(prepared / "train/shard_00000.bin", 257)
+    path = prepared / "train/shard_00000.bin"
+    writer = ShardWriter(path, 258)
     writer.append(np.array([256, 65, 257, 66]))
     index["splits"]["train"] |= {"shards": [writer.finish()], "tokens": 4}
+    rewrite(path, vocab_size=257)
     save_index(prepared, index)
     message = r"train/shard_00000.bin: found token 257, .* vocabulary size 257"
     with pytest.raises(DataError, match=message):
@@ -674,7 +933,8 @@ def test_shards_that_do_not_add_up_to_the_index_are_refused(prepared):
         (lambda text: text.replace('"bytes": ', '"bytes": 1', 1), "its own sha256"),
         (lambda text: text[:-20], "not JSON"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "2, wanted 1"),
-        (lambda text: "[]", "not an index"),
+        (lambda text: "[]", "wants a JSON object"),
+        (lambda text: "{}", "not an index"),
         (lambda text: "\0\xff", "not JSON"),
     ],
 )

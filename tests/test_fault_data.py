@@ -31,8 +31,13 @@ def invoke(*arguments):
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, which is empty and stays."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if path.name != "prepare.lock"
+    }
 
 
 @pytest.fixture(scope="module")

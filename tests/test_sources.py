@@ -26,7 +26,7 @@ from mamba3lite.cli import app
 from mamba3lite.data import DataError, corpora, encode, packages, tokenizers
 from mamba3lite.data.corpora import read_documents, source_files, source_name
 from mamba3lite.data.encode import Encoder, default_workers
-from mamba3lite.data.prepare import is_prepared, prepare
+from mamba3lite.data.prepare import prepare, prepared_in
 from mamba3lite.data.tokenizers import ByteTokenizer, load_tokenizer
 from mamba3lite.training.data import PretrainDataset, TokenStream
 
@@ -41,8 +41,13 @@ def make(source, out, tokenizer="byte", **options):
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, which is empty and stays."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if path.name != "prepare.lock"
+    }
 
 
 def documents(source) -> list[tuple[str, bytes]]:
@@ -204,6 +209,43 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert "set MAMBA3LITE_CACHE" in str(caught.value)
 
 
+@pytest.mark.parametrize("source", ["kjv", "shakespeare", "gpt2"])
+def test_without_a_home_folder_it_says_what_to_set(tmp_path, monkeypatch, source):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MAMBA3LITE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    arguments = ["--source", source, "--out", tmp_path / "out"]
+    if source == "gpt2":
+        texts = write_corpus(tmp_path / "texts")
+        arguments = [
+            "--source",
+            texts,
+            "--out",
+            tmp_path / "out",
+            "--tokenizer",
+            "gpt2",
+        ]
+    result = invoke("prepare", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "mamba3lite prepare: HOME is not set, so there is no place for downloads; set "
+        "MAMBA3LITE_CACHE to a folder that can be written\n"
+    )
+
+
+def test_the_cache_is_not_written_through_a_planted_link(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAMBA3LITE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "precious").write_text("years of work")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/gpt2.tiktoken").symlink_to(tmp_path / "precious")
+    packages.keep(b"ranks", "gpt2.tiktoken")
+    assert (tmp_path / "precious").read_text() == "years of work"
+    assert folder_bytes(tmp_path / "cache") == {"gpt2.tiktoken": b"ranks"}
+
+
 # The hub
 
 RECORDS = [{"text": f"record {i} é\n" * (i % 5), "id": i} for i in range(60)]
@@ -225,7 +267,7 @@ def test_a_stream_is_read_once_in_order_and_its_copy_removed(
     options = {"split": "train", "streaming": True}
     assert calls == [("some/thing", "en", options)]
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        *("train", "val", "index.json")
+        *("train", "val", "index.json", "prepare.lock")
     }
     for split in ("train", "val"):
         wanted = []
@@ -245,16 +287,36 @@ def test_a_prepared_stream_is_known_by_its_name(calls, tmp_path):
     index = make("hf:some/thing", out)
     assert make("hf:some/thing", out) == index
     asked = [
-        is_prepared(source, "byte", out, val_fraction=fraction, progress=quiet)
+        prepared_in(source, "byte", out, val_fraction=fraction, progress=quiet)
         for source, fraction in (
             *(("hf:some/thing", 0.3), ("hf:some/thing", 0.4)),
             ("hf:other/thing", 0.3),
         )
     ]
-    assert asked == [True, False, False]
+    assert asked == [out, None, None]
+    with pytest.raises(DataError, match="holds other data"):
+        make("hf:some/thing::20", out)
     assert len(calls) == 1
-    make("hf:some/thing::20", out)
-    assert len(calls) == 2
+
+
+def test_a_damaged_stream_is_copied_again_unless_it_has_changed(
+    calls, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    make("hf:some/thing", out)
+    before = folder_bytes(out)
+    shard = out / "val/shard_00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    damaged = folder_bytes(out)
+    with monkeypatch.context() as patch:
+        cases.use_small_hub(patch, RECORDS[1:], [])
+        with pytest.raises(
+            DataError, match=r"damaged \(.*\), and hf:some/thing has ch"
+        ):
+            make("hf:some/thing", out)
+    assert folder_bytes(out) == damaged
+    make("hf:some/thing", out)
+    assert folder_bytes(out) == before
 
 
 def test_a_count_reads_no_further(monkeypatch, tmp_path):
@@ -283,13 +345,11 @@ def test_a_count_reads_no_further(monkeypatch, tmp_path):
 def test_a_stream_that_cannot_be_used_is_one_line(
     monkeypatch, tmp_path, records, message
 ):
-    make(write_corpus(tmp_path / "texts"), tmp_path / "out")
-    before = folder_bytes(tmp_path / "out")
     cases.use_small_hub(monkeypatch, records, [])
     with pytest.raises(DataError, match=message) as caught:
         make("hf:x", tmp_path / "out")
     assert "\n" not in str(caught.value)
-    assert folder_bytes(tmp_path / "out") == before
+    assert folder_bytes(tmp_path / "out") == {}
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, tmp_path):
@@ -340,7 +400,7 @@ def test_a_killed_stream_run_again_gives_the_same_bytes(tmp_path):
     assert run(tmp_path / "whole", 100) == 0
     for moment in (30, 99):  # while it is copied, and while it is written
         assert run(tmp_path / "killed", moment) == -signal.SIGKILL
-        assert (tmp_path / "killed/stream-copy.tmp").is_dir()
+        assert len(list(tmp_path.glob("killed/.tmp-stream-copy-*/*.jsonl"))) > 0
     assert run(tmp_path / "killed", 100) == 0
     assert folder_bytes(tmp_path / "killed") == folder_bytes(tmp_path / "whole")
 
@@ -550,6 +610,38 @@ def test_a_process_that_dies_is_one_line_and_leaves_no_litter(tmp_path, monkeypa
     with pytest.raises(DataError, match=r"one of 2 processes died .*--workers 1"):
         make(texts, tmp_path / "out", workers=2, progress=kill_one)
     assert folder_bytes(tmp_path / "out") == {}
+
+
+UNGUARDED = """
+import sys
+from mamba3lite.data.prepare import prepare
+
+print("once", file=sys.stderr)
+prepare(sys.argv[1], "byte", sys.argv[2], val_fraction=0.3, workers=2,
+        progress=lambda *state: None)
+"""
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+    """Each process runs it again from the top, and leaves in silence."""
+    texts, script = write_corpus(tmp_path / "texts"), tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    command = [sys.executable, script, texts, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and lines.count("once") > 1
+    assert lines[-1] == (
+        "mamba3lite.data.DataError: tokenizer byte: one of 2 processes died at its "
+        f"start: {script} is run again by each, so what it does belongs below "
+        '`if __name__ == "__main__":` (or out of memory?); --workers 1 starts none'
+    )
+    assert "bootstrapping" not in done.stderr
+    assert folder_bytes(tmp_path / "out") == {}
+    script.write_text(UNGUARDED.replace("prepare(sys", GUARDED))
+    subprocess.run(command, check=True, timeout=60)
+
+
+GUARDED = 'if __name__ == "__main__":\n  prepare(sys'
 
 
 def children_of(pid: int) -> list[int]:

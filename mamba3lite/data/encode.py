@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Encoder:
         on the way for each of them. With 1 worker no process is started.
         Raises: DataError as `read_documents`, or when a process dies.
         """
+        begun = False
         if self.workers == 1:
             for number, document in _documents(files):
                 yield number, document, self.tokenizer.encode_bytes(document.text)
@@ -57,14 +59,36 @@ class Encoder:
             initargs=(self.tokenizer.name, self.ranks),
         )
         try:
-            yield from _in_order(pool, _batches(files), 2 * self.workers)
+            for encoded in _in_order(pool, _batches(files), 2 * self.workers):
+                begun = True
+                yield encoded
         except BrokenProcessPool as error:
-            raise DataError(
-                f"tokenizer {self.tokenizer.name}: one of {self.workers} processes "
-                "died (out of memory?); --workers 1 starts none"
-            ) from error
+            raise DataError(self._why_it_died(begun)) from error
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def _why_it_died(self, begun: bool) -> str:
+        why = "died (out of memory?)"
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        if not begun and script is not None:
+            why = (
+                f"died at its start: {script} is run again by each, so what it does "
+                f'belongs below `if __name__ == "__main__":` (or out of memory?)'
+            )
+        return (
+            f"tokenizer {self.tokenizer.name}: one of {self.workers} processes {why}; "
+            "--workers 1 starts none"
+        )
+
+    def refuse_unguarded_script(self) -> None:
+        """End a process of the pool that runs the script of its parent from the top.
+
+        Without a main guard it comes here again before it is ready for work. It leaves
+        in silence; its parent says why.
+        """
+        process = multiprocessing.current_process()
+        if self.workers > 1 and getattr(process, "_inheriting", False):
+            sys.exit(1)
 
 
 def _documents(files: list[SourceFile]) -> Iterator[Numbered]:

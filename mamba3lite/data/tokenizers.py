@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -227,7 +228,7 @@ def _rank_file(path: str | Path | None) -> bytes:
     if path is not None:
         data = read_checked(Path(path), RANKS_SHA256)
         keep(data, name)
-    elif (cached := cache_folder() / name).exists():
+    elif os.path.lexists(cached := cache_folder() / name):
         data = read_checked(cached, RANKS_SHA256)
     else:
         try:

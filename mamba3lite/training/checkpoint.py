@@ -21,14 +21,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, FailFast, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mamba3lite.data.tokenizers import require_same_tokenizer
 from mamba3lite.files import flush_folder, open_plain, temporary_name
-from mamba3lite.json_files import parse_object, read_json, require_form, shown
+from mamba3lite.json_files import (
+    Checked,
+    Count,
+    parse_object,
+    read_json,
+    require_form,
+    shown,
+)
 from mamba3lite.models.config import ModelConfig
 from mamba3lite.training.config import parameter_count, refuse_absurd_sizes
 
@@ -60,15 +67,6 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged or does not fit: one line."""
 
 
-Count = Annotated[int, Field(ge=0, le=10**15)]
-
-
-class Checked(BaseModel):
-    """JSON values of exactly these types; further keys are left alone."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
 class Validation(Checked):
     """The newest evaluation; bits per byte None when they were not finite."""
 
@@ -80,7 +78,7 @@ class Generators(Checked):
     """States of PyTorch's generators in base64."""
 
     cpu: str
-    cuda: list[str] = []
+    cuda: list[str] = Field(default=[])
 
 
 class StoredData(Checked):
@@ -129,7 +127,7 @@ class RunState(SavedState):
     tokens: Count
     consecutive_bad: Count
     rollbacks: Count = 0
-    losses: Annotated[list[float], FailFast()] = []
+    losses: Annotated[list[float], FailFast()] = Field(default=[])
     elapsed_s: float = Field(ge=0)
     rng: Generators
     config: StoredConfig

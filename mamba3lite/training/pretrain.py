@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import mamba3lite
 from mamba3lite.data import DataError
 from mamba3lite.data.corpora import DEFAULT_SOURCE, source_name, zlib_bits_per_byte
-from mamba3lite.data.prepare import is_prepared, prepare
+from mamba3lite.data.prepare import prepare_beside, prepared_in
 from mamba3lite.data.shards import load_index
 from mamba3lite.generate import stream
 from mamba3lite.models.mamba_block import _unavailable
@@ -1065,12 +1065,11 @@ def ready_data(config: RunConfig, log: Callable[[str], None]) -> Path:
     run_dir = Path(config.training.save_dir)
     require_run_folder(run_dir)
     folder = data_folder(config.data)
-    if trained_on(run_dir) == prepared_fingerprint(folder):
-        log(f"Data: {folder}, as before")
-        note_changed_source(config.data, folder, log)
-    else:
-        prepare_data(config.data, folder, log)
-    return folder
+    if (former := folder_trained_on(run_dir, config.data)) is None:
+        return prepare_data(config.data, folder, log)
+    log(f"Data: {former}, as before")
+    note_changed_source(config.data, folder, former, log)
+    return former
 
 
 def rehearse(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> None:
@@ -1095,14 +1094,14 @@ def rehearsal_data(
     run_dir = Path(config.training.save_dir)
     require_run_folder(run_dir)
     folder = data_folder(config.data)
-    if trained_on(run_dir) == prepared_fingerprint(folder):
-        note_changed_source(config.data, folder, log)
-    elif config.data.train_data_path is not None:
-        prepare_data(config.data, folder, log)
-    elif not source_is_prepared(config.data, folder):
+    if (former := folder_trained_on(run_dir, config.data)) is not None:
+        note_changed_source(config.data, folder, former, log)
+        return former
+    if config.data.train_data_path is None:
+        if (found := source_prepared_in(config.data, folder)) is not None:
+            return found
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        prepare_data(config.data, folder, log)
-    return folder
+    return prepare_data(config.data, folder, log)
 
 
 def rehearse_step(run: Pretrainer) -> None:
@@ -1151,14 +1150,25 @@ def data_folder(data: DataConfig) -> Path:
 DEFAULT_VAL_FRACTION = 0.05
 
 
-def trained_on(run_dir: Path) -> str:
-    """Fingerprint of the data in a run's newest checkpoint; "" when there is none."""
+def folder_trained_on(run_dir: Path, data: DataConfig) -> Path | None:
+    """The folder of the data of a run's newest checkpoint, if the settings lead there.
+
+    Returns: that of the settings, or one beside it for a source that was edited before
+    the run; None without a checkpoint, or when its data are in neither.
+    """
+    folder = data_folder(data)
     for checkpoint in reversed(list_checkpoints(run_dir / "checkpoints")):
         try:
-            return read_run_state(checkpoint)["data"]["fingerprint"]
+            stored = read_run_state(checkpoint)["data"]
         except CheckpointError:  # damaged: the next older
             continue
-    return ""
+        named = Path(stored["folder"]).name
+        found = [folder]
+        if data.train_data_path is None and named.startswith(f"{folder.name}-"):
+            found.append(folder.with_name(named))
+        right = (p for p in found if prepared_fingerprint(p) == stored["fingerprint"])
+        return next(right, None)
+    return None
 
 
 def prepared_fingerprint(folder: Path) -> str | None:
@@ -1169,24 +1179,27 @@ def prepared_fingerprint(folder: Path) -> str | None:
         return None
 
 
-def source_is_prepared(data: DataConfig, folder: Path) -> bool:
-    """Whether the folder was prepared from the source as it is now.
+def source_prepared_in(data: DataConfig, folder: Path) -> Path | None:
+    """Where the source is prepared as it is now, in the folder or beside it.
 
     Raises: DataError for a source that cannot be read or prepared.
     """
     source = data.source or DEFAULT_SOURCE
     fraction = data.val_fraction or DEFAULT_VAL_FRACTION
-    return is_prepared(source, data.tokenizer, folder, val_fraction=fraction)
+    return prepared_in(source, data.tokenizer, folder, val_fraction=fraction)
 
 
 def note_changed_source(
-    data: DataConfig, folder: Path, log: Callable[[str], None]
+    data: DataConfig, folder: Path, former: Path, log: Callable[[str], None]
 ) -> None:
-    """Say so when a run goes on with data whose source has been edited or is gone."""
+    """Say so when a run goes on with data whose source has been edited or is gone.
+
+    Args: folder: named after the source; former: where the data of the run are.
+    """
     if data.train_data_path is not None:
         return
     try:
-        if source_is_prepared(data, folder):
+        if source_prepared_in(data, folder) == former:
             return
         what = "changed since it was prepared"
     except DataError as error:
@@ -1194,23 +1207,25 @@ def note_changed_source(
     log(f"{data.source or DEFAULT_SOURCE} {what}; continuing on the prepared data")
 
 
-def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> None:
-    """Make sure that the folder is prepared.
+def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> Path:
+    """Make sure that the folder, or one beside it, is prepared; returns which.
 
     Raises: DataError when it is missing, or cannot be prepared.
     """
     if data.train_data_path is not None:
         require_prepared(folder)
-        return
+        return folder
     source = data.source or DEFAULT_SOURCE
     fraction = data.val_fraction or DEFAULT_VAL_FRACTION
     log(f"Preparing {source} with the {data.tokenizer} tokenizer in {folder}")
-    index = prepare(source, data.tokenizer, folder, val_fraction=fraction)
+    options = {"val_fraction": fraction}
+    folder, index = prepare_beside(source, data.tokenizer, folder, **options)
     for split, entry in index["splits"].items():
         log(
             f"{split}: {entry['documents']:,} documents, {entry['bytes']:,} bytes, "
             f"{entry['tokens']:,} tokens"
         )
+    return folder
 
 
 def print_config(config: RunConfig, log: Callable[[str], None]) -> None:
