@@ -377,3 +377,12 @@ def test_autocast_keeps_float32_parameters_and_comes_close():
     assert results[0].loss != results[1].loss
     assert results[1].loss == pytest.approx(results[0].loss, rel=2e-2)
     assert {p.dtype for p in half.parameters()} == {torch.float32, torch.complex64}
+
+
+def test_adamw_fused_by_hand_refuses_the_complex_A_and_ours_takes_it():
+    model = tiny_model()
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(RuntimeError, match="complex64"):  # as the guide says
+        train_step(model, fused, [batch()])
+    ours = build_optimizer(model, TRAINING)
+    assert train_step(model, ours, [batch()]).problem is None
