@@ -534,6 +534,32 @@ def test_every_command_shows_what_a_stream_can(finished, tmp_path):
         assert "\\u20ac" in done.output and not isinstance(done.exception, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("kind", "environment", "redrawn"),
+    [
+        (Terminal, {"TERM": "xterm"}, True),
+        (Terminal, {"TERM": "dumb"}, False),
+        (Terminal, {"TERM": "dumb", "FORCE_COLOR": "1"}, False),
+        (io.StringIO, {"TERM": "xterm", "FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_progress_is_a_bar_where_one_can_be_redrawn_and_lines_elsewhere(
+    tmp_path, monkeypatch, kind, environment, redrawn
+):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    source = write_corpus(tmp_path / "[red]text[/blue]")
+    shown = kind()
+    monkeypatch.setattr("sys.stderr", shown)
+    ask = ["prepare", "--source", str(source), "--out", str(tmp_path / "out")]
+    for _ in range(2):  # the second time it says that all is there
+        app(ask, standalone_mode=False)
+    assert ("\x1b" in shown.getvalue()) == redrawn
+    if not redrawn:
+        assert "reading: 40/40 files, " in shown.getvalue()
+
+
 @pytest.mark.parametrize("name", ["info", "verify", "generate", "prepare", "plot"])
 def test_without_streams_a_command_does_its_work(finished, tmp_path, monkeypatch, name):
     _, run, _ = finished

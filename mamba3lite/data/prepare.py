@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mamba3lite.data import DataError
@@ -53,6 +53,7 @@ from mamba3lite.data.shards import (
 from mamba3lite.data.tokenizers import Tokenizer, load_tokenizer
 from mamba3lite.files import leftovers, temporary_name, write_whole
 from mamba3lite.locks import Locked, locked
+from mamba3lite.terminal import console_on, one_line, to_stderr
 
 SPLITS = ("train", "val")
 SHARD_TOKENS = 100_000_000  # 200 MB of uint16
@@ -573,7 +574,7 @@ class SplitWriter:
 @contextmanager
 def _reporting(progress: Report | None) -> Iterator[Report]:
     """The caller's callback; or a bar on a terminal, and lines elsewhere."""
-    console = Console(stderr=True)
+    console = console_on(sys.stderr)
     if progress is not None:
         yield progress
     elif console.is_terminal:
@@ -584,20 +585,20 @@ def _reporting(progress: Report | None) -> Iterator[Report]:
         )
         rates = TextColumn("files{task.fields[rates]}")
         with Progress(*columns, rates, console=console) as bar:
-            yield ProgressReport(console, bar)
+            yield ProgressReport(bar)
     else:
-        yield ProgressReport(console)
+        yield ProgressReport()
 
 
 class ProgressReport:
     """Shows how far a preparation is, with files/s and tokens/s."""
 
-    def __init__(self, console: Console, bar: Progress | None = None):
-        self.console, self.bar, self.stage = console, bar, ""
+    def __init__(self, bar: Progress | None = None):
+        self.bar, self.stage = bar, ""
 
     def __call__(self, stage: str, files: int, n_files: int, tokens: int) -> None:
         if not n_files:
-            return self.console.print(stage, highlight=False, soft_wrap=True)
+            return self._line(stage)
         now = time.monotonic()
         if stage != self.stage:
             self.stage, self.begun, self.shown = stage, now, now
@@ -610,8 +611,14 @@ class ProgressReport:
         if self.bar:
             self.bar.update(self.task, completed=files, rates=rates)
         else:
-            line = f"{stage}: {files:,}/{n_files:,} files{rates}"
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self._line(f"{stage}: {files:,}/{n_files:,} files{rates}")
+
+    def _line(self, text: str) -> None:
+        if self.bar:  # it stands below the lines
+            text = one_line(text)
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            to_stderr(text)
 
     def _rates(self, files: int, tokens: int, seconds: float) -> str:
         text = f", {tokens:,} tokens" if tokens else ""
