@@ -463,6 +463,11 @@ STATES = {  # where, what, and what is said of it
     "no config": ("config", [], r"config: got \[\], should be a valid dict"),
     "rows": ("config.training.micro_batch_size", 0,
              "micro_batch_size: got 0, should be greater than or equal to 1"),
+    "a setting": ("config.training.lr", [1], "config.training.lr.*: got "),
+    "a setting of the data": ("config.data.source", {}, "config.data.source.*: got "),
+    "a long setting": ("config.data.source", "x" * 5000, "data.source.*: got 'xxx"),
+    "a long folder": ("data.folder", "x" * 5000, "data.folder: got 'xxx.*4096 charac"),
+    "a loss": ("losses", [1e300], "losses.0: got 1e"),
     "threads": ("threads", 1_000_000,
                 "threads: got 1000000, should be less than or equal to 1024"),
     "no threads": ("threads", None, "threads: got None, should be a valid integer"),
@@ -488,6 +493,7 @@ STATES = {  # where, what, and what is said of it
                           "data: tokenizer byte: has fingerprint '000000000000..., "
                           "that of this version is '5035.*; its ids stand for other"),
     "fingerprint": ("data.fingerprint", 7, "data.fingerprint: got 7, should be"),
+    "another fingerprint": ("data.fingerprint", "x", "fingerprint: got 'x', String"),
     "processes": ("world_size", 0, "world_size: got 0, should be greater than"),
 }  # fmt: skip
 
@@ -511,6 +517,16 @@ def test_a_state_that_no_run_wrote_is_one_line(saved, tmp_path, case):
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == f"mamba3lite generate: {error.value}"
     assert verify_folder(path, lambda line: None) == [str(error.value)]
+
+
+def test_more_windows_than_64_bits_hold_are_one_line(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / saved.name)
+    state = json.loads((path / STATE).read_text())
+    state["skipped"] = 10**15
+    state["config"]["training"]["micro_batch_size"] = 10**10
+    (path / STATE).write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"10,000,[0-9,]+ windows behind it"):
+        read_run_state(path)
 
 
 def test_a_state_lacks_nothing(saved, tmp_path):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 MOST_JSON_BYTES = 1 << 24  # of a state or manifest; an ordinary state has 10 kB
 MOST_HEADER_BYTES = 1 << 23  # of tensors' names and places; 1,024 layers take 4 MB
 MOST_THREADS = 1024
+MOST_WINDOWS = 2**60  # behind a run; beyond it 64 bits do not hold the next ones
 DTYPES = {  # as safetensors calls them
     torch.float64: "F64",
     torch.float32: "F32",
@@ -81,11 +82,15 @@ class Generators(Checked):
     cuda: list[str] = Field(default=[])
 
 
+Setting = Annotated[str, Field(max_length=4096)] | int | float | bool | None
+Finite32 = Annotated[float, Field(ge=-3.5e38, le=3.5e38)]
+
+
 class StoredData(Checked):
     """What a run was trained on."""
 
-    folder: str
-    fingerprint: str
+    folder: Annotated[str, Field(max_length=4096)]
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     tokenizer: str
     tokenizer_fingerprint: str | None = None
 
@@ -98,7 +103,10 @@ class StoredModel(Checked):
 
 
 class StoredTraining(Checked):
-    """What of the training section says how many rows a step had."""
+    """The training section, of which one must know how many rows a step had."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Setting]
 
     micro_batch_size: Annotated[int, Field(ge=1, le=10**10)]
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=10**10)]
@@ -109,7 +117,7 @@ class StoredConfig(Checked):
 
     model: StoredModel
     training: StoredTraining
-    data: dict[str, Any]
+    data: dict[str, Setting]
 
 
 class SavedState(Checked):
@@ -127,8 +135,8 @@ class RunState(SavedState):
     tokens: Count
     consecutive_bad: Count
     rollbacks: Count = 0
-    losses: Annotated[list[float], FailFast()] = Field(default=[])
-    elapsed_s: float = Field(ge=0)
+    losses: Annotated[list[Finite32], FailFast()] = Field(default=[])
+    elapsed_s: float = Field(ge=0, le=10**12)
     rng: Generators
     config: StoredConfig
     data: StoredData
@@ -377,10 +385,11 @@ def find_checkpoint(path: Path, log: Callable[[str], None]) -> Path:
 
     Raises: CheckpointError when there is none.
     """
-    if not path.is_dir():
-        fault = "is a file, wants a folder" if path.exists() else "no such folder"
+    if not os.path.isdir(path):
+        there = os.path.lexists(path)
+        fault = "is a file, wants a folder" if there else "no such folder"
         raise CheckpointError(f"{path}: {fault}")
-    if (path / MANIFEST).exists() or path.name.startswith("step_"):
+    if os.path.lexists(path / MANIFEST) or path.name.startswith("step_"):
         verify_checkpoint(path)
         return path
     for root in (path / "checkpoints", path):
@@ -428,6 +437,10 @@ def read_run_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE}: config.model: {error}") from None
     _require_weights_for(path, model)
     _require_tokenizer_of(path, model, state["data"])
+    training = state["config"]["training"]
+    rows = training["micro_batch_size"] * training["gradient_accumulation_steps"]
+    if (behind := (state["step"] + state["skipped"]) * rows) > MOST_WINDOWS:
+        raise CheckpointError(f"{path / STATE}: {behind:,} windows behind it")
     return state
 
 

@@ -60,7 +60,7 @@ class TrainingConfig(BaseModel):
     nan_guard_max_consecutive: int = Field(5, ge=1)
     max_rollbacks: int = Field(3, ge=0)
     spike_zscore: float | None = Field(None, gt=0)
-    spike_window: int = Field(100, ge=2)
+    spike_window: int = Field(100, ge=2, le=100_000)
     seed: int = Field(0, ge=0, lt=2**63)
     save_dir: str | None = Field(None, min_length=1)
     tensorboard: bool = False

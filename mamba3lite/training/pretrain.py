@@ -38,7 +38,7 @@ from mamba3lite.generate import stream
 from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3lite.seeds import seeded
-from mamba3lite.terminal import show_what_streams_can, to_stderr
+from mamba3lite.terminal import one_line, show_what_streams_can, to_stderr
 from mamba3lite.threads import how_threads_wait
 from mamba3lite.training.arguments import (
     checked_run,
@@ -910,7 +910,7 @@ def config_changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
     for section, values in config.model_dump(mode="json").items():
         before = stored.get(section, {})
         changes += [
-            f"{section}.{key}: {before.get(key)} -> {value}"
+            one_line(f"{section}.{key}: {before.get(key)} -> {value}")
             for key, value in values.items()
             if before.get(key) != value
         ]
