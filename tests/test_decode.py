@@ -95,6 +95,7 @@ def full_logits(model, tokens, lengths, steps):
     return logits[torch.arange(len(tokens))[:, None], at]
 
 
+@pytest.mark.processor
 def test_prefill_and_steps_equal_one_forward_pass():
     model, tokens = awake_model(), random_tokens(6, 2 * CHUNK + 7 + CHUNK + 5)
     cache = RecurrentCache(model, 8)
@@ -191,6 +192,7 @@ def test_a_field_that_decoding_does_not_know_is_refused_unless_it_is_unused():
         RecurrentCache(model, 1)
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("length", LENGTHS)
 def test_padding_never_reaches_a_state(length):
     model, tokens = awake_model(), random_tokens(1, 3 * CHUNK)
@@ -207,6 +209,7 @@ def test_padding_never_reaches_a_state(length):
     assert torch.equal(again.states, padded.states), "whatever the padding says"
 
 
+@pytest.mark.processor
 def test_a_prompt_in_pieces_and_one_that_is_over():
     model, tokens = awake_model(), random_tokens(2, 40)
     lengths = torch.tensor([40, 18])
@@ -242,6 +245,7 @@ both_steps = pytest.mark.parametrize("cache_of", [in_pytorch, with_kernels])
 needs_triton = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs triton")
 
 
+@pytest.mark.processor
 @both_steps
 @needs_triton
 def test_lanes_touch_nothing(cache_of):
@@ -353,6 +357,7 @@ def test_what_is_no_integer_is_refused(bad):
 # The kernels of a step
 
 
+@pytest.mark.processor
 @needs_triton
 @pytest.mark.parametrize("entries", [1, 3, 5, 20])
 def test_the_kernels_equal_the_step_in_pytorch(entries):

@@ -76,6 +76,7 @@ def wanted(model, tokens, prompts, steps):
 # ---------------------------------------------------------- to the last bit, in windows
 
 
+@pytest.mark.processor
 @windows
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -101,6 +102,7 @@ def test_the_plain_recurrence_has_other_bits():
     assert differ > 20, "most rows of 40"
 
 
+@pytest.mark.processor
 @windows
 def test_weak_decay_over_two_crossings():
     """Rounding of a state is not forgotten by the next chunk."""
@@ -112,6 +114,7 @@ def test_weak_decay_over_two_crossings():
     assert torch.equal(got, wanted(model, tokens, [5], 3 * Q))
 
 
+@pytest.mark.processor
 @windows
 def test_under_bf16_autocast():
     model = model_of("pytorch")
@@ -121,6 +124,7 @@ def test_under_bf16_autocast():
         assert torch.equal(got, wanted(model, tokens, [9, 20], 20))
 
 
+@pytest.mark.processor
 @windows
 def test_neighbors_slots_and_length_do_not_matter():
     model = model_of("pytorch")
@@ -137,6 +141,7 @@ def test_neighbors_slots_and_length_do_not_matter():
     assert torch.equal(full[2:3], model(tokens[2:3]))
 
 
+@pytest.mark.processor
 @windows
 def test_padding_lanes_touch_nothing():
     model = model_of("pytorch")
@@ -154,6 +159,7 @@ def test_padding_lanes_touch_nothing():
     assert torch.equal(got[1], model(tokens[:1])[0, 20])
 
 
+@pytest.mark.processor
 @windows
 def test_a_prompt_may_come_in_pieces():
     model = model_of("pytorch")
@@ -168,6 +174,7 @@ def test_a_prompt_may_come_in_pieces():
     assert torch.equal(got[1], full[1, 4 * Q - 1])
 
 
+@pytest.mark.processor
 @windows
 def test_three_repeats_give_the_same_bits():
     model = model_of("pytorch")
@@ -176,6 +183,7 @@ def test_three_repeats_give_the_same_bits():
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.processor
 @windows
 def test_a_slot_is_used_again_after_reset():
     model = model_of("pytorch")
@@ -192,6 +200,7 @@ def test_a_slot_is_used_again_after_reset():
 # -------------------------------------------------------------------- log-probabilities
 
 
+@pytest.mark.processor
 @windows
 def test_log_probs_of_a_row_do_not_depend_on_the_others():
     logits = 5 * torch.randn(70, 50, generator=torch.Generator().manual_seed(0))
@@ -224,6 +233,7 @@ def test_the_loss_of_a_token_is_its_log_prob(dispatch):
 ROUNDING = {"ieee": 1e-6, "tf32": 1e-3, "bf16": 1e-2}
 
 
+@pytest.mark.processor
 @pytest.mark.gate
 @pytest.mark.slow
 @needs_triton
@@ -236,6 +246,7 @@ def test_every_row_and_boundary_state_of_the_scan(precision):
         assert torch.equal(got, want) or not COMPILED
 
 
+@pytest.mark.processor
 @pytest.mark.gate
 @pytest.mark.slow
 @needs_triton
@@ -392,6 +403,7 @@ def test_it_is_the_same_model(dispatch):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.processor
 @windows
 def test_it_continues_from_a_state_and_keeps_documents_apart():
     model = model_of("pytorch")

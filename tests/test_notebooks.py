@@ -12,6 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbformat.v4 import new_output
 from traitlets.config import PyFileConfigLoader
 
@@ -635,3 +636,23 @@ def test_the_hook_of_make_lab_writes_both_files_in_their_normal_form():
     model = {"type": "notebook", "content": {"mine": 1}}
     hook(model=model, path="Untitled.ipynb", contents_manager=None)
     assert model["content"] == {"mine": 1}
+
+
+# ------------------------------------------------------- what depends on the processor
+
+
+@pytest.mark.processor
+def test_the_cell_that_compares_every_row_holds_on_this_processor():
+    """That of the notebook on decoding; what it needs, earlier cells export."""
+    from mamba3lite.models import decode
+
+    (path,) = (ROOT / "notebooks").glob("*_decoding.py")
+    (cell,) = (
+        cell
+        for cell in export.read_notebook(path).cells
+        if cell.kind == "code"
+        and not cell.tags
+        and cell.heading == "Does this device keep the promise?"
+    )
+    assert "scanned_twice(" in cell.source and "assert" in cell.source
+    exec(cell.source, vars(decode) | {"device": torch.device("cpu")})

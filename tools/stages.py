@@ -31,6 +31,7 @@ CHECK = {
 TEST = CHECK | {
     "outputs": "python tools/notebooks.py --check-outputs",
     "slow tests": "pytest -q -m slow",
+    "processors": "python tools/processors.py",
     "notebooks": "pytest -q --nbval --nbval-current-env --nbval-cell-timeout 120 "
     "--nbval-sanitize-with notebooks/nbval.cfg --timeout 600 notebooks",
     "site": "mkdocs build --strict",
