@@ -102,10 +102,10 @@ def start(marks: str, part: str, seconds: dict, folder: Path) -> list[Share]:
     shares = []
     for number in range(1, count + 1):
         share = Share(f"{number}/{count}", folder / f"{number}.jsonl")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", marks]
-        command += ["-p", "gate_plugin", "-p", "no:cacheprovider"]
-        command += ["--seconds", str(folder / "seconds"), "--record", str(share.record)]
-        command += ["--share", part, "--share", share.name]
+        command = [sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml"]
+        command += ["-m", marks, "-p", "gate_plugin", "-p", "no:cacheprovider"]
+        command += [f"--seconds={folder / 'seconds'}", f"--record={share.record}"]
+        command += [f"--share={part}", f"--share={share.name}"]
         command += gpu_modules()
         with share.log.open("w") as log:
             share.process = subprocess.Popen(
