@@ -516,6 +516,23 @@ def test_an_edit_of_the_ipynb_is_named_kept_and_brought_over(pair, committed, ch
     assert pair.run("--check-outputs")[0] == 0
 
 
+def test_an_edit_brought_over_is_all_that_changes_in_the_py(pair):
+    """Blank lines between cells too, of which an .ipynb knows nothing."""
+    path = min((ROOT / "notebooks").glob("03_*.py"))
+    for kind in (".py", ".ipynb"):
+        shutil.copy(path.with_suffix(kind), pair.folder)
+    commit(pair.root)
+    copy = pair.folder / path.name
+    stored = notebooks.load_stored(copy)
+    number = max(i for i, c in enumerate(stored.cells) if "\ndef " in c.source)
+    before = stored.cells[number].source
+    stored.cells[number].source += "\nprint(1)"
+    copy.with_suffix(".ipynb").write_text(notebooks.dumps(stored))
+    expected = copy.read_text().replace(before, f"{before}\nprint(1)")
+    assert pair.run("--take-ipynb", "03")[0] == 0
+    assert copy.read_text() == expected
+
+
 def test_an_edit_of_each_side_is_brought_over_by_neither(pair, committed):
     edit_source(committed)
     edit(committed, edit_stored)

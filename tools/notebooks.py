@@ -42,6 +42,7 @@ from pairs import (
     machine_places,
     normalize,
     sanitize,
+    source_of_stored,
 )
 
 from mamba3lite.files import write_whole
@@ -261,7 +262,7 @@ def take_ipynb(path: Path, root: Path) -> None:
         fault = f"notebooks/{path.stem}.ipynb: has no edit that the .py lacks"
     if edited != {".ipynb"}:
         raise Fault(fault)
-    write_whole(path, as_saved(load_stored(path), root))
+    write_whole(path, source_of_stored(path, root))
     print(f"wrote notebooks/{path.name}; `make export notebooks` does the rest")
 
 

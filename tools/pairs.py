@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +57,25 @@ def as_saved(notebook: NotebookNode, root: Path) -> str:
     """The text of the .py that JupyterLab writes for `notebook`."""
     notebook.metadata["kernelspec"] = NotebookNode(KERNELSPEC)
     return jupytext.writes(notebook, fmt=PERCENT, config=jupytext_config(root))
+
+
+def source_of_stored(path: Path, root: Path) -> str:
+    """The text of a .py with the cells of the .ipynb beside it.
+
+    Blank lines between the cells stay as they are in the .py; an .ipynb has none.
+    """
+    text = path.read_text(encoding="utf-8")
+    ours = jupytext.reads(text, fmt=PERCENT, config=jupytext_config(root)).cells
+    stored = load_stored(path)
+    old, new = ([cell.source for cell in cells] for cells in (ours, stored.cells))
+    matcher = SequenceMatcher(None, old, new, autojunk=False)
+    for kind, start, end, first, last in matcher.get_opcodes():
+        if kind == "equal" or end - start == last - first:
+            pairs = zip(ours[start:end], stored.cells[first:last], strict=True)
+            for cell, edited in pairs:
+                if (lines := cell.metadata.get("lines_to_next_cell")) is not None:
+                    edited.metadata["lines_to_next_cell"] = lines
+    return as_saved(stored, root)
 
 
 def jupytext_config(root: Path) -> JupytextConfiguration:
