@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,6 +62,74 @@ def show(text: str, end: str = "\n", raw: bool = False) -> None:
     if sys.stdout is not None:
         safe = _is_terminal(sys.stdout) and not raw
         print(printable(text) if safe else text, end=end, flush=True)
+
+
+def note(text: str) -> None:
+    """A line on stderr from a signal's handler or a thread, where print may be busy.
+
+    One that cannot be written is lost.
+    """
+    with suppress(AttributeError, OSError, ValueError):  # no stream, closed, no file
+        os.write(sys.stderr.fileno(), f"{one_line(text)}\n".encode())
+
+
+class Lasting:
+    """A stream that falls silent once it cannot be written, instead of failing.
+
+    Args: stream: stdout or stderr; None where there is none. name: of the two.
+    """
+
+    def __init__(self, stream: TextIO | None, name: str):
+        self._name = name
+        self._stream = stream or open(os.devnull, "w")  # noqa: SIM115 (for good)
+        self._silent = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As a stream does it; what cannot be written is lost."""
+        return self._attempt(lambda: self._stream.write(text)) or len(text)
+
+    def flush(self) -> None:
+        """As a stream does it; what cannot be written is lost."""
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action: Callable[[], int | None]) -> int | None:
+        try:
+            return action()
+        except OSError as error:
+            self._fall_silent(error)
+            return None
+
+    def _fall_silent(self, error: OSError) -> None:
+        if self._silent:
+            return
+        self._silent = True
+        with suppress(OSError, ValueError):
+            # What is left in the buffer would fail once more at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if self._name == "stdout":
+            to_stderr(
+                f"[warn] stdout cannot be written ({error.strerror or error}); the run "
+                "goes on without lines"
+            )
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Inside, nobody has to read stdout and stderr: a run outlives its readers."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        Lasting(sys.stdout, "stdout"),
+        Lasting(sys.stderr, "stderr"),
+    )
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
 
 
 def say_that_torch_loads() -> None:

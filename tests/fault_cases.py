@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,8 +58,9 @@ class Child:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with suppress(AttributeError, OSError):  # none, or one that nobody reads
+                sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(code)
 
     def kill(self, number: int) -> None:

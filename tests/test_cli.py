@@ -241,22 +241,6 @@ def test_a_bad_launch_variable_is_one_line_and_exit_2(prepared, tmp_path, monkey
     assert last.startswith("mamba3lite train: TRITON_PER_CHUNK_NUM_WARPS is 'abc'")
 
 
-@pytest.mark.parametrize("line", ["{torn", "5"])
-def test_damaged_metrics_are_one_line_and_exit_2(finished, tmp_path, line):
-    _, run, _ = finished
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    metrics = copy / "metrics.jsonl"
-    metrics.write_text(f"{line}\n{metrics.read_text()}")
-    result = invoke(
-        "train", "--config", copy / "config.yaml", "--set", f"training.save_dir={copy}",
-        "--set", "training.total_steps=9",
-    )  # fmt: skip
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith(f"mamba3lite train: {metrics}: line 1 is not ")
-    assert result.stderr.count("\n") == 1
-
-
 # --------------------------------------------------------------------------------------
 # The other commands
 

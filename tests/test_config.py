@@ -1,6 +1,7 @@
 """Configuration: what is read, and the one line that each mistake prints."""
 
 import math
+import re
 import time
 
 import pytest
@@ -120,7 +121,7 @@ MISTAKES = [
     ("training: {total_steps: 1, total_tokens: 1}", "training.total_steps: give "
      "exactly one of training.total_steps and training.total_tokens"),
     ("training: {total_steps: 5, warmup_steps: 6}", "training.warmup_steps: got 6, "
-     "should be at most the 5 steps of the run; set it lower, too"),
+     "should be at most the 5 steps of the run, such as training.warmup_steps=0"),
     ("data: {source: x, train_data_path: y}", "data.source: data.train_data_path "
      "names a folder that is already prepared; give one of the two"),
     ("training: [1]", "training: got [1], should be a mapping"),
@@ -226,6 +227,41 @@ def test_an_override_is_bounded_too(base, override):
         load_config(str(base), [override])
     assert time.process_time() - begin < 1
     assert str(error.value).startswith("--set: ") and len(str(error.value)) < 2000
+
+
+TOGETHER = [
+    "training: {lr: 1}",
+    "training: {lr: 1, warmup_steps: 2000, profile_start: 3000}",
+    "training: {total_steps: 1, total_tokens: 1}",
+    "training: {total_tokens: 120000, warmup_steps: 200}",
+    "training: {total_steps: 5, warmup_steps: 6}",
+    "training: {total_steps: 5, warmup_steps: 6, schedule: wsd, decay_fraction: 1.0}",
+    "training: {total_steps: 9, warmup_steps: 8, schedule: wsd}",
+    "training: {total_steps: 9, save_interval: 4, keep_every: 6}",
+    "training: {total_steps: 9, save_interval: 40, keep_every: 6}",
+    "training: {total_steps: 9, memory_snapshot: true}",
+    "training: {total_steps: 9, profile_start: 10}",
+]
+
+
+@pytest.mark.parametrize("text", TOGETHER)
+def test_settings_that_do_not_go_together_name_a_value_that_works(tmp_path, text):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(str(path))
+    (value,) = re.findall(r"such as (?:with )?(training\.\w+=\d+)$", str(error.value))
+    load_config(str(path), [value])
+
+
+def test_a_step_of_too_many_tokens_names_what_works(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("training: {total_steps: 9, micro_batch_size: 1000000000}")
+    with pytest.raises(ConfigError) as error:
+        load_config(str(path))
+    values = re.findall(r"(\w+=1) ", str(error.value))
+    assert values == ["micro_batch_size=1", "gradient_accumulation_steps=1"]
+    load_config(str(path), [f"training.{value}" for value in values])
 
 
 OVERRIDES = [

@@ -31,7 +31,7 @@ from rank_cases import (
 from trainer_cases import new_run, prepare_corpus, run_config, write_config
 
 from mamba3lite.training.checkpoint import list_checkpoints, read_state
-from mamba3lite.training.pretrain import Pretrainer
+from mamba3lite.training.pretrain import Pretrainer, run_training
 
 pytestmark = [on_cpu, pytest.mark.slow]
 SHAPE = {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3}
@@ -102,6 +102,7 @@ def test_fault_11_rows_that_cannot_be_shared(prepared, tmp_path, whole):
     first, second, third, fourth = in_ranks(train(config), 4)
     line = one_line(first, 2)
     assert "are 6 rows a step, which 4 processes cannot share equally" in line
+    assert line.endswith("a multiple of 4, such as training.micro_batch_size=4")
     assert {(end.code, end.err) for end in (second, third, fourth)} == {(2, "")}
     assert saved_bytes(folder) == before
 
@@ -184,6 +185,30 @@ def test_fault_18_processes_that_torchrun_did_not_start(
     monkeypatch.setenv("WORLD_SIZE", "2")
     line = one_line(in_child(lambda: train(config)(0)), 2)
     assert line.endswith("; start the processes with torchrun")
+
+
+NUMBERS = {
+    "WORLD_SIZE": ["two", "", "0", "-1", "1.0", "9" * 11, "\u0662"],
+    "RANK": ["first", "2", "-1"],
+    "LOCAL_RANK": ["x", "2"],
+    "LOCAL_WORLD_SIZE": ["x", "0", "3"],
+    "MASTER_PORT": ["port", "65536"],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_fault_18_an_environment_without_numbers(prepared, tmp_path, capsys, name):
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run", **LONG)
+    sound = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
+    for value in NUMBERS[name]:
+        with pytest.MonkeyPatch.context() as patch:
+            for key, number in (sound | {name: value}).items():
+                patch.setenv(key, number)
+            assert run_training(str(config)) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"mamba3lite train: {name}={value} in the ")
+        assert "should be a number from " in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 class DiesSaving(Pretrainer):

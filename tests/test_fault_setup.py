@@ -3,7 +3,9 @@
 import io
 import os
 import resource
+import shlex
 import shutil
+import subprocess
 import sys
 import types
 
@@ -31,8 +33,10 @@ from trainer_cases import (
 )
 
 import mamba3lite.models
-from mamba3lite.training.metrics import MetricsLog, read_metrics
+from mamba3lite.training import pretrain
+from mamba3lite.training.metrics import Display, read_metrics
 from mamba3lite.training.pretrain import Pretrainer, run_training
+from mamba3lite.training.side_files import MetricsLog
 from mamba3lite.training.trackers import Trackers
 
 pytestmark = [on_cpu, pytest.mark.slow]
@@ -145,6 +149,95 @@ def test_fault_19_lines_that_nobody_takes(prepared, tmp_path, uninterrupted):
     assert losses(tmp_path / "run") == losses(uninterrupted.run_dir)
 
 
+def nobody_reads() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("how", ["unread", "closed"])
+@pytest.mark.parametrize("streams", [(1,), (2,), (1, 2)])
+def test_fault_19_nobody_listens(prepared, tmp_path, uninterrupted, streams, how):
+    """A signal must find its note unread too; what was asked for is done."""
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+
+    class Warns(Pretrainer):
+        def next_step(self):
+            print("a library warns", file=sys.stderr, flush=True)
+            return super().next_step()
+
+    kept = []
+
+    def unheard() -> int:
+        kept.extend([sys.stdout, sys.stderr])  # whose end would close the descriptors
+        for number in streams:
+            if how == "unread":
+                os.dup2(nobody_reads(), number)
+            else:
+                os.close(number)
+            stream = os.fdopen(number, "w", 1) if how == "unread" else None
+            setattr(sys, {1: "stdout", 2: "stderr"}[number], stream)
+        pretrain.Pretrainer = Warns
+        return command(config)()
+
+    ended = in_child(unheard)
+    assert ended.code == 0, ended
+    if streams == (1,) and how == "unread":
+        assert ended.err.splitlines()[0] == (
+            "[warn] stdout cannot be written (Broken pipe); the run goes on without "
+            "lines"
+        )
+    assert ended.err.count("[warn]") <= 1
+    assert losses(tmp_path / "run") == losses(uninterrupted.run_dir)
+    assert saved_steps(tmp_path / "run")[-1] == 8
+
+
+def test_fault_19_a_reader_that_leaves_after_a_line(prepared, tmp_path):
+    """The whole process: what is left in its buffers must not spoil the exit code."""
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    script = f"{shlex.quote(sys.executable)} -m mamba3lite.training.pretrain"
+    line = f"{script} --config {shlex.quote(str(config))} 2>&1 | head -1"
+    shell = ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"]
+    ended = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.count("\n"), ended.stderr) == (0, 1, "")
+    assert saved_steps(tmp_path / "run")[-1] == 8
+
+
+class Screen(io.StringIO):
+    """A stream that says it is a terminal, or not."""
+
+    def __init__(self, terminal: bool):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment"),
+    [(True, {"TERM": "dumb"}), (True, {"TERM": "unknown"}),
+     (False, {"TERM": "xterm", "FORCE_COLOR": "1"}), (False, {"TERM": "xterm"})],
+)  # fmt: skip
+def test_fault_19_lines_where_a_bar_cannot_be_redrawn(
+    monkeypatch, terminal, environment
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", Screen(terminal))
+    row = {"step": 3, "loss": 1.0, "lr": 0.1, "grad_norm": 2.0, "tokens_per_s": 7.0}
+    with Display(9) as display:
+        display.line("begun")
+        display.step(row | {"mfu": None}, 60)
+    told = "step      3/9  loss 1.0000  lr 1.00e-01  grad norm 2.00  7 tokens/s  ETA "
+    assert sys.stdout.getvalue() == f"begun\n{told}0:01:00\n"
+
+
+@pytest.mark.parametrize("kind", ["dumb", "xterm"])
+def test_fault_19_names_do_not_steer_a_terminal(monkeypatch, kind):
+    monkeypatch.setenv("TERM", kind)
+    monkeypatch.setattr(sys, "stdout", Screen(True))
+    Display(9).line("saved a\x1b]0;x\x07 [red]b :bug:\x9b")
+    assert r"saved a\x1b]0;x\x07 [red]b :bug:\x9b" in sys.stdout.getvalue()
+
+
 def test_fault_19_a_sample_that_the_terminal_cannot_show(prepared, tmp_path):
     config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
     shown = tmp_path / "shown"
@@ -172,7 +265,7 @@ def test_fault_19_an_earlier_record_is_set_aside(stopped, prepared, tmp_path):
     for name in names:
         aside = f"earlier-1-{name}"
         assert (folder / aside).read_bytes() == before[name]
-        line = f"[warn] {name} of an earlier run is set aside as {aside}"
+        line = f"[warn] {name}: of an earlier run; it is set aside as {aside}"
         assert line in ended.out.splitlines()
 
 
@@ -282,7 +375,7 @@ def test_fault_19_a_torn_last_line_and_no_step_twice(prepared, tmp_path, uninter
 
 
 def test_fault_19_bad_steps_are_cut_by_their_count_too(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "metrics.jsonl", print)
     rows = [{"step": 3, "loss": 1.0}]
     rows += [{"step": 3, "skipped": n, "problem": "x"} for n in (1, 2, 3)]
     rows += [{"step": 4, "loss": 1.0}]

@@ -39,8 +39,9 @@ from trainer_cases import (
 
 from mamba3lite.data.prepare import prepare
 from mamba3lite.training import checkpoint as checkpoint_module
-from mamba3lite.training.metrics import sample_header
+from mamba3lite.training import pretrain
 from mamba3lite.training.pretrain import Pretrainer
+from mamba3lite.training.side_files import sample_header
 
 pytestmark = [on_cpu, pytest.mark.slow]
 ACCUMULATED = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -295,8 +296,6 @@ def interrupted(config, place: str, signals: int) -> int:
             interrupt(place == f"in {'the final' if final else 'a'} sample")
             return super().sample(n_tokens)
 
-    from mamba3lite.training import pretrain
-
     pretrain.Pretrainer = Interrupted
     return pretrain.run_training(str(config))
 
@@ -317,6 +316,50 @@ def test_fault_05_sigterm_anywhere_saves(prepared, tmp_path, uninterrupted, plac
     assert_ended_alike(last, uninterrupted)
     text = (tmp_path / "run" / "samples.txt").read_text()
     assert text.count(sample_header(8)) == 1
+
+
+def test_fault_05_a_terminal_that_closes(prepared, tmp_path, uninterrupted):
+    """SIGHUP, more than once, and nobody is there any more to read a line."""
+
+    class HungUp(Pretrainer):
+        def batches(self, position):
+            if self.step == 4:
+                for number in (1, 2):
+                    os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+                for _ in range(3):
+                    os.kill(os.getpid(), signal.SIGHUP)
+            return super().batches(position)
+
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+
+    def action() -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        pretrain.Pretrainer = HungUp
+        return command(config)()
+
+    assert in_child(action).code == 0
+    assert saved_steps(tmp_path / "run")[-1] == 5
+    last = new_run(run_config(prepared, tmp_path / "run"))
+    assert last.run("must") is True
+    assert_ended_alike(last, uninterrupted)
+
+
+def test_fault_05_ctrl_c_saves_and_says_so_to_scripts(prepared, tmp_path):
+    class Interrupted(Pretrainer):
+        def batches(self, position):
+            if self.step == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().batches(position)
+
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+
+    def action() -> int:
+        pretrain.Pretrainer = Interrupted
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return command(config)()
+
+    assert in_child(action).code == 130
+    assert saved_steps(tmp_path / "run")[-1] == 5
 
 
 @pytest.mark.parametrize("place", PLACES)

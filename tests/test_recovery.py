@@ -1,5 +1,6 @@
 """Recovery: states, signals, the lock, rollbacks, rotation, what --resume means."""
 
+import errno
 import json
 import os
 import signal
@@ -21,24 +22,19 @@ from mamba3lite.training.checkpoint import (
     read_state,
     step_of,
 )
-from mamba3lite.training.metrics import (
-    MetricsError,
-    MetricsLog,
-    keep_samples_until,
-    read_metrics,
-    sample_header,
-)
+from mamba3lite.training.metrics import MetricsError, read_metrics
 from mamba3lite.training.pretrain import Pretrainer
 from mamba3lite.training.recovery import (
     BadStepGuard,
     RunError,
-    RunLock,
     StopSignals,
     TrainingFailed,
     choose_checkpoint,
     require_run_folder,
     require_space,
+    run_lock,
 )
+from mamba3lite.training.side_files import MetricsLog, SampleLog, sample_header
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def kept_steps(run) -> list[int]:
 # What a checkpoint says
 
 
-def test_threads_are_recorded_and_restored(prepared, tmp_path):
+def test_threads_are_recorded_and_restored(prepared, tmp_path, capsys):
     config = run_config(prepared, tmp_path)
     threads = torch.get_num_threads()
     new_run(config, StopsAfter).run()
@@ -82,6 +78,12 @@ def test_threads_are_recorded_and_restored(prepared, tmp_path):
         again = new_run(config)
         again.restore(newest)
         assert torch.get_num_threads() == threads
+        assert (
+            f"threads: {threads}, as the checkpoint was made, for the same bits; "
+            f"without it they were {threads + 1} (OMP_NUM_THREADS, or the processors)\n"
+        ) in capsys.readouterr().out
+        again.restore(newest)
+        assert "threads: " not in capsys.readouterr().out
     finally:
         torch.set_num_threads(threads)
 
@@ -117,12 +119,52 @@ def test_a_second_signal_ends_at_once(number, code):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
 
 
-def test_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_handlers_are_put_back(number):
+    before = signal.getsignal(number)
     with StopSignals() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         assert stop.requested
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_terminal_that_closes_asks_more_than_once(capfd):
+    """Its SIGHUPs are one request; a person may ask after it, and insist."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with StopSignals() as stop:
+                for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+                    os.kill(os.getpid(), number)
+                assert stop.received == signal.SIGTERM
+                os.kill(os.getpid(), signal.SIGHUP)
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os._exit(1)  # not reached after a second SIGTERM
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    assert capfd.readouterr().err == (
+        "SIGHUP: finishing this step, then saving\n"
+        "SIGTERM: finishing this step, then saving; again: quit\n"
+    )
+
+
+def test_under_nohup_a_terminal_may_close():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_note_that_nobody_reads_is_lost(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken, StopSignals() as stop:
+        monkeypatch.setattr("sys.stderr", broken)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
 
 
 # --------------------------------------------------------------------------------------
@@ -180,17 +222,35 @@ def test_the_best_by_validation_and_milestones_outlive_the_rest(prepared, tmp_pa
 
 def test_the_lock_refuses_a_second_trainer_and_frees_itself(tmp_path):
     with (
-        RunLock(tmp_path),
+        run_lock(tmp_path, print),
         pytest.raises(RunError, match="another trainer"),
-        RunLock(tmp_path),
+        run_lock(tmp_path, print),
     ):
         pass
-    with RunLock(tmp_path):
+    with run_lock(tmp_path, print):
         pass
+
+
+def test_a_file_system_without_locks_is_one_line(
+    prepared, tmp_path, monkeypatch, capsys
+):
+    def lacking(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", lacking)
+    assert new_run(run_config(prepared, tmp_path)).run() is True
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if "lock" in line] == [
+        f"[warn] {tmp_path}: no locks on this file system; nothing keeps a second "
+        "process from writing here at the same time"
+    ]
+    dry = tmp_path / "dry"
+    require_run_folder(dry)
+    assert not dry.exists()
 
 
 def test_a_locked_folder_is_left_alone(prepared, tmp_path):
-    with RunLock(tmp_path), pytest.raises(RunError, match="another trainer"):
+    with run_lock(tmp_path, print), pytest.raises(RunError, match="another trainer"):
         new_run(run_config(prepared, tmp_path)).run()
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
 
@@ -294,7 +354,7 @@ def test_too_little_space_is_refused_before_training(tmp_path):
 
 
 def test_a_torn_last_line_and_later_steps_are_cut(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "metrics.jsonl", print)
     for step in (1, 2, 3):
         log.append({"step": step, "loss": float("nan") if step == 2 else 0.5})
     with log.path.open("a") as file:
@@ -340,19 +400,11 @@ def test_a_line_that_is_no_metrics_is_named(tmp_path, line):
     )
 
 
-def test_a_run_goes_on_after_damaged_metrics_are_moved_away(stopped):
-    stopped.metrics.path.write_text('{"step": 1}\n5\n{"step": 3}\n')
-    with pytest.raises(MetricsError, match="line 2 is not a JSON object"):
-        resume(stopped, "auto")
-    stopped.metrics.path.unlink()
-    assert set(losses(resume(stopped, "auto"))) == {6}
-
-
 def test_later_samples_are_cut(tmp_path):
     path = tmp_path / "samples.txt"
     early = f"{sample_header(5)}some text\n===== not a header\n"
     path.write_text(f"{early}{sample_header(10)}later\n")
-    keep_samples_until(path, 9)
+    SampleLog(path, print).keep_until(9)
     assert path.read_text() == early
 
 

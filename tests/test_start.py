@@ -2,8 +2,12 @@
 
 import os
 import shutil
+import subprocess
+import sys
+import types
 
 import pytest
+import torch
 from trainer_cases import (
     new_run,
     prepare_corpus,
@@ -16,6 +20,7 @@ from typer.testing import CliRunner
 import mamba3lite.training.pretrain as pretrain
 from mamba3lite.cli import app
 from mamba3lite.data.prepare import prepare
+from mamba3lite.training import profiling
 from mamba3lite.training.checkpoint import (
     list_checkpoints,
     read_run_state,
@@ -24,7 +29,7 @@ from mamba3lite.training.checkpoint import (
 from mamba3lite.training.config import DataConfig
 from mamba3lite.training.metrics import read_metrics
 from mamba3lite.training.pretrain import Pretrainer, data_folder
-from mamba3lite.training.recovery import RunError, RunLock, require_run_folder
+from mamba3lite.training.recovery import RunError, require_run_folder, run_lock
 
 
 def train(*arguments):
@@ -206,7 +211,7 @@ def test_a_folder_without_write_permission_is_refused(tmp_path, monkeypatch):
 def test_a_locked_run_folder_is_one_line(prepared, tmp_path, how):
     (tmp_path / "run").mkdir()
     config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
-    with RunLock(tmp_path / "run"):
+    with run_lock(tmp_path / "run", print):
         result = train("--config", config, *how)
     assert result.exit_code == 2, result.output
     assert "another trainer is working in this folder" in result.stderr
@@ -282,3 +287,45 @@ def test_the_script_explains_each_option(capsys):
     for begin, end in zip(options, [*options[1:], len(lines)], strict=True):
         told = " ".join(lines[begin:end]).split("  ", 2)[-1].strip()
         assert "  " in " ".join(lines[begin:end]).strip() and len(told) > 10
+
+
+# --------------------------------------------------------------------------------------
+# Other systems
+
+ELSEWHERE = """
+import os, signal, sys
+import psutil  # which has a part for each system, and here the one that wants resource
+sys.modules["fcntl"] = sys.modules["resource"] = None
+del signal.SIGHUP
+import torch
+from mamba3lite.training.pretrain import run_training
+from mamba3lite.training.profiling import peak_memory
+import mamba3lite.data.prepare, mamba3lite.generate
+here = peak_memory(torch.device("cpu"))
+assert 5e7 < here < 5e9, here
+sys.exit(run_training(sys.argv[1]))
+"""
+
+
+def test_a_system_without_fcntl_resource_and_sighup(prepared, tmp_path):
+    """As Windows is; what no other system can show is left out."""
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    quiet = "ignore:only soft file lock"  # Windows has one that it knows
+    ended = subprocess.run(
+        [sys.executable, "-W", quiet, "-c", ELSEWHERE, str(config)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    assert ended.stdout.count("no locks on this file system") == 1
+    assert "peak memory  0." in ended.stdout
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_is_in_bytes(monkeypatch, platform, unit):
+    """getrusage counts kibibytes on Linux, bytes on macOS."""
+    usage = types.SimpleNamespace(ru_maxrss=3 * 2**20)
+    monkeypatch.setattr(profiling.resource, "getrusage", lambda who: usage)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert profiling.peak_memory(torch.device("cpu")) == 3 * 2**20 * unit

@@ -120,20 +120,19 @@ class RunConfig(BaseModel):
                         f"{name}.{key}: got {value}, should be less than {2**63}"
                     )
         if (training.total_steps is None) == (training.total_tokens is None):
+            least = max(training.warmup_steps, training.profile_start or 0)
             raise ValueError(
                 "training.total_steps: give exactly one of training.total_steps and "
-                "training.total_tokens"
+                f"training.total_tokens, such as training.total_steps="
+                f"{max(1000, 10 * least)}"
             )
         if self.tokens_per_step > MOST_TOKENS_PER_STEP:
             raise ValueError(
                 f"training.micro_batch_size: a step of {self.tokens_per_step:,} tokens "
                 "(micro_batch_size x gradient_accumulation_steps x max_seq_len), "
-                f"should be at most {MOST_TOKENS_PER_STEP:,}"
-            )
-        if training.warmup_steps > self.total_steps:
-            raise ValueError(
-                f"training.warmup_steps: got {training.warmup_steps}, should be at "
-                f"most the {self.total_steps} steps of the run; set it lower, too"
+                f"should be at most {MOST_TOKENS_PER_STEP:,}; with micro_batch_size=1 "
+                "and gradient_accumulation_steps=1 it has "
+                f"{self.model.max_seq_len:,}"
             )
         _refuse_misfits(training, self.total_steps)
         return self
@@ -198,25 +197,38 @@ def refuse_absurd_sizes(model: ModelConfig) -> None:
 def _refuse_misfits(training: TrainingConfig, total_steps: int) -> None:
     """Raises: ValueError for settings that are sound alone but not together."""
     falling = training.decay_steps(total_steps)
-    if training.schedule == "wsd" and training.warmup_steps + falling > total_steps:
+    steady = training.schedule != "wsd"
+    warm_up = min(total_steps // 10, total_steps if steady else total_steps - falling)
+    if training.warmup_steps > total_steps:
+        raise ValueError(
+            f"training.warmup_steps: got {training.warmup_steps}, should be at most "
+            f"the {total_steps} steps of the run, such as "
+            f"training.warmup_steps={warm_up}"
+        )
+    if not steady and training.warmup_steps + falling > total_steps:
         raise ValueError(
             f"training.decay_fraction: {training.warmup_steps} steps of warm-up and "
-            f"{falling} of decay, should be at most the {total_steps} steps of the run"
+            f"{falling} of decay, should be at most the {total_steps} steps of the "
+            f"run, such as with training.warmup_steps={warm_up}"
         )
     if training.keep_every and training.keep_every % training.save_interval:
+        near = max(1, round(training.keep_every / training.save_interval))
         raise ValueError(
             f"training.keep_every: got {training.keep_every}, should be a multiple of "
-            f"training.save_interval, {training.save_interval}"
+            f"training.save_interval, {training.save_interval}, such as "
+            f"training.keep_every={near * training.save_interval}"
         )
     if training.profile_start is None and training.memory_snapshot:
         raise ValueError(
             "training.memory_snapshot: got true, should come with "
-            "training.profile_start, the step at which it begins"
+            "training.profile_start, the step at which it begins, such as "
+            f"training.profile_start={min(10, total_steps)}"
         )
     if (training.profile_start or 0) > total_steps:
         raise ValueError(
             f"training.profile_start: got {training.profile_start}, should be at most "
-            f"the {total_steps} steps of the run"
+            f"the {total_steps} steps of the run, such as "
+            f"training.profile_start={min(10, total_steps)}"
         )
 
 
@@ -448,10 +460,17 @@ def parse_yaml(text: str) -> Any:
 _TOO_DEEP = "nested too deeply to be a configuration"
 
 
-def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML that ``load_config`` reads back equal."""
-    raw = config.model_dump(mode="json", exclude_none=True)
-    return yaml.dump(raw, Dumper=_CoreDumper, sort_keys=False)
+def dump_config(config: RunConfig | dict[str, dict]) -> str:
+    """The resolved configuration as YAML that ``load_config`` reads back equal.
+
+    Args: config: also as the sections that a checkpoint has stored.
+    """
+    raw = config if isinstance(config, dict) else config.model_dump(mode="json")
+    given = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in raw.items()
+    }
+    return yaml.dump(given, Dumper=_CoreDumper, sort_keys=False)
 
 
 # --------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""What a run reports: metrics.jsonl, curves.png, bits per byte, the progress line."""
+"""How a run is shown: lines of metrics, curves, bits per byte, the progress line."""
 
 import json
 import math
-import os
-import re
 import sys
+import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from mamba3lite.files import replacing
+from mamba3lite.terminal import console_on, printable, show
 
 # Okabe and Ito's palette, distinguishable with every common color vision.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -24,36 +25,7 @@ class MetricsError(ValueError):
 
 
 # --------------------------------------------------------------------------------------
-# metrics.jsonl and samples.txt
-
-
-class MetricsLog:
-    """Appends one JSON object a line, each written whole before the next."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Write one line; a float that is not finite becomes null, as JSON has none."""
-        finite = {key: finite_or_none(value) for key, value in row.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
-
-    def keep_until(self, step: int, skipped: int = 0) -> None:
-        """Drop what will come again: a torn last line, and what is later than a step.
-
-        Of the steps not applied right after it, the first ``skipped`` batches passed by
-        in all are earlier.
-        """
-        if not self.path.exists():
-            return
-        rows = [
-            row
-            for row in read_metrics(self.path)
-            if (row["step"], _skipped(row)) <= (step, skipped)
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        replace_text(self.path, text)
+# The lines of metrics.jsonl
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -62,8 +34,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Each row has a step; what is drawn from it is a finite number or None.
     Raises: MetricsError naming the line for any other damage.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows = []
+    rows, fault = parse_metrics(path.read_text(encoding="utf-8", errors="replace"))
+    if fault:
+        raise MetricsError(
+            f"{path}: {fault}; repair the line or move the file away (the checkpoints "
+            "are intact and do not need it)"
+        )
+    return rows
+
+
+def parse_metrics(text: str) -> tuple[list[dict[str, Any]], str | None]:
+    """The rows of the lines that can be used, and what is wrong with the first other.
+
+    A last line that is cut short is no fault.
+    """
+    lines = text.splitlines()
+    rows, first_fault = [], None
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -73,19 +59,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             fault = "is not JSON"
         else:
             fault = _row_fault(row)
-        if fault:
-            raise MetricsError(
-                f"{path}: line {number} {fault}; repair the line or move the file "
-                "away (the checkpoints are intact and do not need it)"
-            )
-        rows.append(row)
-    return rows
-
-
-def _skipped(row: dict[str, Any]) -> int:
-    """Batches passed by so far, in a line that counts them."""
-    count = row.get("skipped", 0)
-    return count if isinstance(count, int) else 0
+        if fault is None:
+            rows.append(row)
+        elif first_fault is None:
+            first_fault = f"line {number} {fault}"
+    return rows, first_fault
 
 
 def _row_fault(row: Any) -> str | None:
@@ -98,7 +76,7 @@ def _row_fault(row: Any) -> str | None:
     whole = ("val_bpb", "zlib_bpb") if row.get("val_windows") == "all" else ()
     if missing := [key for key in whole if key not in row]:
         return f"evaluates the whole split without {missing[0]}"
-    for key in (*(key for key, _ in PANELS), "zlib_bpb"):
+    for key in (*(key for key, _ in PANELS), "zlib_bpb", "time"):
         if not _drawable(row.get(key)):
             return f"has a {key} that is neither a finite number nor null"
     return None
@@ -113,28 +91,6 @@ def _drawable(value: Any) -> bool:
 def finite_or_none(value: Any) -> Any:
     """The value itself; None for a float that is infinite or not a number."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def sample_header(step: int) -> str:
-    """The line that opens a sample in samples.txt."""
-    return f"===== step {step:08d}, seed 0, from the empty prompt =====\n"
-
-
-def keep_samples_until(path: Path, step: int) -> None:
-    """Drop the samples after ``step`` from samples.txt."""
-    if not path.exists():
-        return
-    text = path.read_text(encoding="utf-8")
-    headers = re.finditer(r"^===== step (\d{8}), seed 0", text, re.MULTILINE)
-    beyond = (header.start() for header in headers if int(header[1]) > step)
-    replace_text(path, text[: next(beyond, len(text))])
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file under another name and rename it over the old one."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 # --------------------------------------------------------------------------------------
@@ -172,15 +128,9 @@ def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
             raise MetricsError(f"{out.parent}: {missing}; name that of a run")
         raise MetricsError(f"{out}: {missing}; make it first")
     figure = _draw_runs({str(run_dir): _rows_of(run_dir) for run_dir in run_dirs})
-    temporary = out.with_name(f".tmp-{out.name}")
-    try:
-        figure.savefig(temporary, format="png", dpi=110)
-        os.replace(temporary, out)
-    except OSError as error:  # name the file that was asked for
-        raise OSError(error.errno, error.strerror, str(out)) from None
-    finally:
-        with suppress(OSError):  # a name that the disk refuses cannot be deleted either
-            temporary.unlink()
+    with warnings.catch_warnings(), replacing(out) as file:
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name's letters
+        figure.savefig(file, format="png", dpi=110)
 
 
 def _rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -200,13 +150,18 @@ def _draw_runs(runs: dict[str, list[dict]]) -> Figure:
         _draw_panel(axis, key, label, runs)
     last = axes[len(PANELS)]
     last.set_axis_off()
-    handles, labels = axes[0].get_legend_handles_labels()
-    last.legend(handles, labels, loc="center", title="run", frameon=False)
+    curves = axes[0].get_lines()
+    numbers = [str(number) for number in range(len(curves))]
+    legend = last.legend(curves, numbers, loc="center", title="run", frameon=False)
+    # Names are text: neither mathematics between dollars, nor hidden by an underscore.
+    for text, name in zip(legend.get_texts(), runs, strict=True):
+        text.set_parse_math(False)
+        text.set_text(printable(name))
     return figure
 
 
 def _draw_panel(axis, key: str, label: str, runs: dict[str, list[dict]]) -> None:
-    for number, (name, rows) in enumerate(runs.items()):
+    for number, rows in enumerate(runs.values()):
         color = COLORS[number % len(COLORS)]
         # The whole validation split is another measure than the windows of the curve.
         whole = [r for r in rows if r.get("val_windows") == "all"]
@@ -217,7 +172,7 @@ def _draw_panel(axis, key: str, label: str, runs: dict[str, list[dict]]) -> None
         ]
         steps, values = zip(*points, strict=True) if points else ((), ())
         marker = "o" if len(points) < 40 else None
-        axis.plot(steps, values, color=color, label=name, marker=marker, markersize=3)
+        axis.plot(steps, values, color=color, marker=marker, markersize=3)
         if key == "val_bpb":
             _draw_whole_split(axis, whole, color)
     axis.set_xlabel("optimizer step")
@@ -252,7 +207,8 @@ class Display:
     def __init__(
         self, total_steps: int, console: Console | None = None, quiet: bool = False
     ):
-        self.console = console or Console(quiet=quiet)
+        self.console = console or console_on(sys.stdout)
+        self.console.quiet = self.console.quiet or quiet
         self.total_steps = total_steps
         self.bar = Progress(
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
@@ -277,26 +233,12 @@ class Display:
         self.bar.update(self.task, total=total_steps)
 
     def line(self, text: str) -> None:
-        """Print text that stays, above the bar if there is one.
-
-        A run outlives the reader of its lines: once they cannot be written, a line on
-        stderr says so and the run goes on without.
-        """
-        try:
-            if self.console.is_terminal:
-                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-            elif not self.console.quiet:
-                print(text, flush=True)
-        except OSError as error:
-            self.console.quiet = True
-            # What is left in the buffer would fail once more at the end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            with suppress(OSError):
-                print(
-                    f"[warn] stdout cannot be written ({error.strerror}); the run goes "
-                    "on without lines",
-                    file=sys.stderr,
-                )
+        """Print text that stays, above the bar if there is one."""
+        if self.console.is_terminal:
+            as_it_is = {"highlight": False, "markup": False, "emoji": False}
+            self.console.print(printable(text), soft_wrap=True, **as_it_is)
+        elif not self.console.quiet:
+            show(text)
 
     def step(self, row: dict[str, Any], eta_s: float) -> None:
         """Show one logged step."""

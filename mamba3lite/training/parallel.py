@@ -6,6 +6,7 @@ same path through the trainer, with every exchange left out. What only shards ne
 imported where it is needed: that takes half a second.
 """
 
+import math
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from mamba3lite.terminal import note
 from mamba3lite.training.checkpoint import (
     MOMENTS,
     load_model,
@@ -45,12 +47,27 @@ SECONDS_AFTER_THE_WATCH = 30
 
 def world_size() -> int:
     """How many processes ``torchrun`` started for this run; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return number_in_environment("WORLD_SIZE", range(1, 2**31), 1)
 
 
 def is_main_process() -> bool:
     """True for rank 0 and for a process alone, before there is a group too."""
-    return world_size() == 1 or os.environ.get("RANK", "0") == "0"
+    size = world_size()
+    return size == 1 or number_in_environment("RANK", range(size), 0) == 0
+
+
+def number_in_environment(name: str, allowed: range, default: int) -> int:
+    """A number that ``torchrun`` gives to each process.
+
+    Raises: RunError for anything else.
+    """
+    text = os.environ.get(name, str(default))
+    if re.fullmatch("[0-9]{1,10}", text) and int(text) in allowed:
+        return int(text)
+    raise RunError(
+        f"{name}={text} in the environment: should be a number from {allowed[0]} to "
+        f"{allowed[-1]}; start the processes with torchrun, or unset it for one alone"
+    )
 
 
 def rows_of_rank(config: RunConfig, rank: int, size: int) -> range:
@@ -60,11 +77,13 @@ def rows_of_rank(config: RunConfig, rank: int, size: int) -> range:
     """
     rows, training = config.global_rows, config.training
     if rows % size:
+        share = size // math.gcd(size, training.gradient_accumulation_steps)
+        fits = math.ceil(training.micro_batch_size / share) * share
         raise ConfigError(
             f"training.micro_batch_size: {training.micro_batch_size} x "
             f"gradient_accumulation_steps {training.gradient_accumulation_steps} are "
             f"{rows} rows a step, which {size} processes cannot share equally; wanted "
-            f"a multiple of {size}"
+            f"a multiple of {size}, such as training.micro_batch_size={fits}"
         )
     share = rows // size
     return range(rank * share, (rank + 1) * share)
@@ -96,7 +115,7 @@ class Watch:
     def _run(self) -> None:
         while not self.over.wait(max(0.0, self.deadline - time.monotonic())):
             if time.monotonic() >= self.deadline:
-                os.write(2, f"{self.line}\n".encode())
+                note(self.line)
                 os._exit(1)
 
 
@@ -132,11 +151,14 @@ class Ranks:
         size = world_size()
         if size == 1:
             return cls()
-        rank, local = (int(os.environ.get(k, "0")) for k in ("RANK", "LOCAL_RANK"))
+        rank = number_in_environment("RANK", range(size), 0)
+        local = number_in_environment("LOCAL_RANK", range(size), 0)
+        here = number_in_environment("LOCAL_WORLD_SIZE", range(1, size + 1), 1)
+        number_in_environment("MASTER_PORT", range(2**16), 0)
         patience = training.dist_timeout_s
         options: dict[str, Any] = {"backend": "gloo"}
         if torch.cuda.is_available():
-            _require_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            _require_gpus(max(here, local + 1))
             torch.cuda.set_device(local)
             # gloo carries what the processors agree on, NCCL the gradients.
             options = {"backend": "cpu:gloo,cuda:nccl"}

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # a slip of the keyboard is answered before torch lo
 import math
 import os
 import platform
-import resource
+import signal
 import sys
 import tempfile
 import time
@@ -38,7 +38,13 @@ from mamba3lite.generate import stream
 from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3lite.seeds import seeded
-from mamba3lite.terminal import one_line, show_what_streams_can, to_stderr
+from mamba3lite.terminal import (
+    lasting_streams,
+    one_line,
+    show,
+    show_what_streams_can,
+    to_stderr,
+)
 from mamba3lite.threads import how_threads_wait
 from mamba3lite.training.arguments import (
     checked_run,
@@ -73,19 +79,7 @@ from mamba3lite.training.estimate import (
     peak_flops,
     setting_of,
 )
-from mamba3lite.training.metrics import (
-    Display,
-    MetricsError,
-    MetricsLog,
-    bits_per_byte,
-    clock,
-    finite_or_none,
-    keep_samples_until,
-    plot_runs,
-    read_metrics,
-    replace_text,
-    sample_header,
-)
+from mamba3lite.training.metrics import Display, bits_per_byte, clock, finite_or_none
 from mamba3lite.training.optim import (
     build_optimizer,
     next_learning_rate,
@@ -103,13 +97,12 @@ from mamba3lite.training.parallel import (
     rows_of_rank,
     world_size,
 )
-from mamba3lite.training.profiling import ProfileWindow, allocator_peak
+from mamba3lite.training.profiling import ProfileWindow, allocator_peak, peak_memory
 from mamba3lite.training.recovery import (
     BadStepGuard,
     LossHistory,
     RankFailed,
     RunError,
-    RunLock,
     StopSignals,
     TrainingFailed,
     choose_checkpoint,
@@ -117,11 +110,19 @@ from mamba3lite.training.recovery import (
     require_run_folder,
     require_space,
     rows_in_step,
+    run_lock,
     set_newer_aside,
-    set_record_aside,
     windows_behind,
 )
-from mamba3lite.training.trackers import Trackers
+from mamba3lite.training.side_files import (
+    MetricsLog,
+    SampleLog,
+    draw_curves,
+    remove_leftovers,
+    set_record_aside,
+    write_settings,
+)
+from mamba3lite.training.trackers import Trackers, reason_of
 
 __all__ = [
     "PretrainDataset",
@@ -333,7 +334,8 @@ class Pretrainer:
         self.rows = rows_of_rank(config, self.ranks.rank, self.ranks.size)
         self.data_folder = data_folder
         self.run_dir = Path(config.training.save_dir)
-        self.metrics = MetricsLog(self.run_dir / "metrics.jsonl")
+        self.metrics = MetricsLog(self.run_dir / "metrics.jsonl", display.line)
+        self.samples = SampleLog(self.run_dir / "samples.txt", display.line)
         self.device = self.ranks.device
         precision = config.training.precision
         on_gpu = self.device.type == "cuda"
@@ -345,6 +347,9 @@ class Pretrainer:
         self.saved_step: int | None = None
         self.warned: set[str] = set()
         self.validation: dict[str, Any] | None = None
+        self.sampled = 0
+        self.final: dict[str, Any] | None = None
+        self.former_settings: list[str] = []  # as config.yaml has them
         training = config.training
         limit = training.nan_guard_max_consecutive
         self.guard = BadStepGuard(limit, training.max_rollbacks)
@@ -421,6 +426,7 @@ class Pretrainer:
             checkpoint = first(lambda: choose_checkpoint(self.run_dir, resume, line))
             if checkpoint is not None:
                 self.restore(checkpoint)
+            first(self.mend)
             if first(self.is_finished):
                 line(f"{self.run_dir}: this run is already finished")
                 return True
@@ -439,7 +445,7 @@ class Pretrainer:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise no_run_folder(self.run_dir, error.strerror) from None
-        stack.enter_context(RunLock(self.run_dir))
+        stack.enter_context(run_lock(self.run_dir, self.display.line))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -465,6 +471,7 @@ class Pretrainer:
         """Step after step until the budget is used or a signal came; then save."""
         training = self.config.training
         main = self.ranks.main
+        self.report_due()  # what a stop at this step left out
         while self.step < self.total_steps and not self.ranks.stopping:
             if main:
                 self.profile.before(self.step + 1)
@@ -477,10 +484,7 @@ class Pretrainer:
             last = self.step == self.total_steps
             if last or self.step % training.log_interval == 0:
                 self.log_step(result)
-            if not last and self.step % training.eval_interval == 0:
-                self.log_evaluation()
-            if not last and self.step % training.sample_interval == 0:
-                self.write_sample(self.sample_tokens)
+            self.report_due()
             if self.step % training.save_interval == 0:
                 self.save()
         if self.ranks.stopping and not self.stop.requested:
@@ -535,8 +539,9 @@ class Pretrainer:
         for change in config_changes(state["config"], self.config):
             self.display.line(f"changed since the checkpoint: {change}")
         if state["world_size"] == self.ranks.size:
-            torch.set_num_threads(state["threads"])
+            self.take_threads(state["threads"])
         self.load(checkpoint, state)
+        self.former_settings = [dump_config(state["config"])]
         self.shift += windows_behind(state) - self.windows
         if self.total_steps != self.config.total_steps:
             self.display.line(
@@ -550,6 +555,16 @@ class Pretrainer:
         self.saved_step = self.step if inside else None
         self.display.line(f"Continuing from {checkpoint}")
 
+    def take_threads(self, threads: int) -> None:
+        """Compute with as many threads as before: another number rounds otherwise."""
+        here = torch.get_num_threads()
+        if threads != here:
+            torch.set_num_threads(threads)
+            self.display.line(
+                f"threads: {threads}, as the checkpoint was made, for the same bits; "
+                f"without it they were {here} (OMP_NUM_THREADS, or the processors)"
+            )
+
     def load(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Take over weights, moments, random state and counters of a checkpoint."""
         self.ranks.load(checkpoint, self.model, self.optimizer)
@@ -561,6 +576,8 @@ class Pretrainer:
         self.guard.rollbacks = state.get("rollbacks", 0)
         self.losses.losses = state.get("losses", [])
         self.validation = state.get("validation")
+        # Checkpoints of format 1 do not say: their runs wrote it again if need be.
+        self.sampled = state.get("sampled", self.step)
         self.display.expect(self.total_steps)
 
     def _refuse_other_data(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -615,6 +632,12 @@ class Pretrainer:
                 "training.save_dir"
             )
 
+    def mend(self) -> None:
+        """Make the side files readable, and remove what a killed writer left."""
+        remove_leftovers(self.run_dir)
+        self.metrics.mend()
+        self.samples.mend()
+
     def tidy(self, checkpoint: Path | None) -> None:
         """Bring the run folder to the step that training starts from."""
         root = self.run_dir / "checkpoints"
@@ -626,14 +649,15 @@ class Pretrainer:
             set_newer_aside(root, checkpoint, self.display.line)
         self.forget_later_reports()
         self.require_space()
-        replace_text(self.run_dir / "config.yaml", dump_config(self.config))
+        text, path = dump_config(self.config), self.run_dir / "config.yaml"
+        write_settings(path, text, self.former_settings, self.display.line)
 
     def forget_later_reports(self) -> None:
         """Cut what lies beyond this step: it will come again, and once is enough."""
         self.metrics.keep_until(self.step, self.skipped)
-        # The last step's sample belongs to the end of the run, which is to come.
-        kept = min(self.step, self.total_steps - 1)
-        keep_samples_until(self.run_dir / "samples.txt", kept)
+        # So does the sample of this step that is still due, and that of the end.
+        to_come = self.sample_is_due() or self.step >= self.total_steps
+        self.samples.keep_until(self.step - to_come)
 
     def require_space(self) -> None:
         """RunError when the checkpoints to come do not fit on the disk."""
@@ -687,6 +711,7 @@ class Pretrainer:
             "rollbacks": self.guard.rollbacks,
             "losses": self.losses.losses,
             "validation": self.validation,
+            "sampled": self.sampled,
             "elapsed_s": self.elapsed_s,
             "rng": rng_state(),
             "config": self.config.model_dump(mode="json"),
@@ -708,6 +733,26 @@ class Pretrainer:
 
     # ----------------------------------------------------------------------------------
     # Reports
+
+    def report_due(self) -> None:
+        """Evaluate and sample where the step asks for it and has not had it."""
+        if self.evaluation_is_due():
+            self.log_evaluation()
+        if self.sample_is_due() and self.write_sample(self.sample_tokens) is not None:
+            self.sampled = self.step
+
+    def evaluation_is_due(self) -> bool:
+        """Whether an evaluation of this step, not the last one, is missing."""
+        done = self.validation is not None and self.validation["step"] == self.step
+        return not done and self._is_multiple(self.config.training.eval_interval)
+
+    def sample_is_due(self) -> bool:
+        """Whether a sample of this step, not the last one, is missing."""
+        done = self.sampled == self.step
+        return not done and self._is_multiple(self.config.training.sample_interval)
+
+    def _is_multiple(self, interval: int) -> bool:
+        return 0 < self.step < self.total_steps and self.step % interval == 0
 
     def record(self, row: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl, and hand it to the trackers; rank 0 does."""
@@ -796,7 +841,7 @@ class Pretrainer:
                 f"{count} of {n} windows"
             )
             if self.ranks.main:
-                self.draw()
+                draw_curves(self.run_dir, self.display.line)
 
     def evaluation(self, windows: Sequence[int] | None) -> dict[str, Any] | None:
         """Loss and bits per byte of some or all windows; None when asked to stop.
@@ -851,27 +896,20 @@ class Pretrainer:
         """Append a sample to samples.txt; None when asked to stop."""
         text = self.sample(n_tokens)
         if text is not None and self.ranks.main:
-            with (self.run_dir / "samples.txt").open("a", encoding="utf-8") as file:
-                file.write(f"{sample_header(self.step)}{text}\n")
+            self.samples.append(self.step, text)
         return text
-
-    def draw(self) -> None:
-        """Refresh curves.png; a picture that cannot be drawn is a warning."""
-        try:
-            plot_runs([self.run_dir], self.run_dir / "curves.png")
-        except (MetricsError, OSError) as error:
-            self.display.line(f"[warn] curves.png was not refreshed: {error}")
 
     # ----------------------------------------------------------------------------------
     # The end
 
     def is_finished(self) -> bool:
         """True when the budget is used and the final evaluation is on record."""
-        if self.step < self.total_steps or not self.metrics.path.exists():
+        if self.step < self.total_steps:
             return False
-        rows = read_metrics(self.metrics.path)
-        ends = (row["step"] for row in rows if row.get("val_windows") == "all")
-        return self.step in ends
+        for row in self.metrics.rows():
+            if row["step"] == self.step and row.get("val_windows") == "all":
+                self.final = row
+        return self.final is not None
 
     def finish(self) -> bool:
         """Final evaluation, curves and sample; False when asked to stop before."""
@@ -884,10 +922,11 @@ class Pretrainer:
         if text is None:
             return False
         if self.ranks.main:
-            row["zlib_bpb"] = zlib_bits_per_byte(self.val_data.text_bytes())
-            row["time"] = self.elapsed_s
-            self.record(row | {"val_windows": "all"})
-            self.draw()
+            zlib_bpb = zlib_bits_per_byte(self.val_data.text_bytes())
+            row |= {"zlib_bpb": zlib_bpb, "time": self.elapsed_s, "val_windows": "all"}
+            self.record(row)
+            self.final = row
+            draw_curves(self.run_dir, self.display.line)
         return True
 
 
@@ -921,6 +960,7 @@ def config_changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
 # The two doors: `mamba3lite train` and `python -m mamba3lite.training.pretrain`
 
 
+@lasting_streams()
 def run_training(
     config_name: str,
     overrides: Sequence[str] = (),
@@ -931,20 +971,21 @@ def run_training(
 ) -> int:
     """Train as the command line asks; mistakes become one line on stderr.
 
-    Returns: the exit code: 0 finished or stopped and saved, 1 failed while training,
-    2 could not start.
+    Returns: the exit code: 0 finished or stopped and saved, 130 the same by Ctrl-C, 1
+    failed while training, 2 could not start.
     """
-    ranks, alone = ALONE, is_main_process()
     show_what_streams_can()  # a sample may hold any character
+    ranks, alone = ALONE, True
     try:
+        alone = is_main_process()
         config = checked_run(config_name, overrides, resume)
         rows_of_rank(config, 0, world_size())
         ranks = Ranks.join(config.training, program)
         display = Display(config.total_steps, quiet=not ranks.main)
         with explained_failures(config, display.line, ranks):
-            (rehearse if dry_run else train)(config, resume, display, ranks)
+            code = (rehearse if dry_run else train)(config, resume, display, ranks)
             ranks.close()
-        return leave(0, ranks)
+        return leave(code, ranks)
     except RankFailed as error:
         code, reason, alone = 1, str(error), True
     except TrainingFailed as error:
@@ -953,7 +994,6 @@ def run_training(
         ConfigError,
         DataError,
         CheckpointError,
-        MetricsError,
         RunError,
     ) as error:
         code, reason = 2, str(error)
@@ -1000,11 +1040,11 @@ def explained_failures(
             model = ModelConfig.of(config.model_fields_of_run())
             log("\n".join(memory_lines(model, setting)))
             raise failed(
-                f"out of memory: {first_line(error)}; {WHEN_MEMORY_IS_SHORT}"
+                f"out of memory: {reason_of(error)}; {WHEN_MEMORY_IS_SHORT}"
             ) from None
         if config.training.compile and from_compiler(error):
             raise failed(
-                f"training.compile: torch.compile failed: {first_line(error)}; set "
+                f"training.compile: torch.compile failed: {reason_of(error)}; set "
                 "training.compile=false to train without it (the checkpoints are as "
                 "they were)"
             ) from None
@@ -1030,14 +1070,11 @@ def from_compiler(error: Exception) -> bool:
     return exceptions is not None and isinstance(error, exceptions.TorchDynamoException)
 
 
-def first_line(error: Exception) -> str:
-    """The first line of a message, or the name of its class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def train(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> int:
+    """Prepare the data, run to the end or to a signal, say where the results are.
 
-
-def train(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> None:
-    """Prepare the data, run to the end or to a signal, say where the results are."""
+    Returns: the exit code; after Ctrl-C the 130 that ends a script around it as well.
+    """
     folder = ranks.first(lambda: ready_data(config, display.line))
     run = Pretrainer(config, folder, display, ranks)
     print_config(config, display.line)
@@ -1053,11 +1090,12 @@ def train(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> Non
         display.line(how_threads_wait(torch.get_num_threads()))
     if run.run(resume):
         ranks.first(lambda: report(run))
-    else:
-        display.line(
-            f"Stopped at step {run.step:,} of {run.total_steps:,} and saved in "
-            f"{run.run_dir}; the same command continues."
-        )
+        return 0
+    display.line(
+        f"Stopped at step {run.step:,} of {run.total_steps:,} and saved in "
+        f"{run.run_dir}; the same command continues."
+    )
+    return 130 if run.stop.received == signal.SIGINT else 0
 
 
 def ready_data(config: RunConfig, log: Callable[[str], None]) -> Path:
@@ -1072,7 +1110,7 @@ def ready_data(config: RunConfig, log: Callable[[str], None]) -> Path:
     return former
 
 
-def rehearse(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> None:
+def rehearse(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> int:
     """The dry run: everything is checked, one step is taken, nothing is written."""
     line = display.line
     with ExitStack() as stack:
@@ -1085,6 +1123,7 @@ def rehearse(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> 
         ranks.first(run.require_space)
         rehearse_step(run)
         line(f"Dry run: nothing was written to {run.run_dir}")
+        return 0
 
 
 def rehearsal_data(
@@ -1238,31 +1277,25 @@ def print_config(config: RunConfig, log: Callable[[str], None]) -> None:
 
 def report(run: Pretrainer) -> None:
     """Where the results of a finished run are, and how good they are."""
-    rows = read_metrics(run.metrics.path)
-    final = next(row for row in reversed(rows) if row.get("val_windows") == "all")
-    bpb = final["val_bpb"]
-    measured = "not a finite number of" if bpb is None else f"{bpb:.4f}"
-    samples = run.run_dir / "samples.txt"
-    sample = samples.read_text(encoding="utf-8").split(sample_header(final["step"]))[-1]
-    print(
-        f"\nSample of seed 0, from the empty prompt:\n{sample}\n"
-        f"run folder   {run.run_dir}\n"
-        f"validation   {measured} bits per byte over all of it "
-        f"(zlib -9: {final['zlib_bpb']:.4f} on the same text)\n"
-        f"trained on   {run.tokens:,} tokens\n"
-        f"curves       {run.run_dir / 'curves.png'}\n"
-        f"samples      {samples}\n"
-        f"checkpoints  {run.run_dir / 'checkpoints'}\n"
-        f"time         {clock(final['time'])}\n"
-        f"peak memory  {peak_memory(run.device) / 1e9:.2f} GB in this process"
+    final, folder = run.final, run.run_dir
+    sample = run.samples.sample(run.step) or f"({run.samples.path} has it no more)\n"
+    measured, zlib = (
+        "not a finite number of" if bpb is None else f"{bpb:.4f}"
+        for bpb in (finite_or_none(final["val_bpb"]), final["zlib_bpb"])
     )
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes: of the GPU's allocator, or of this process's resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lines = [
+        f"\nSample of seed 0, from the empty prompt:\n{sample}",
+        f"run folder   {folder}",
+        f"validation   {measured} bits per byte over all of it "
+        f"(zlib -9: {zlib} on the same text)",
+        f"trained on   {run.tokens:,} tokens",
+        f"curves       {folder / 'curves.png'}",
+        f"samples      {run.samples.path}",
+        f"checkpoints  {folder / 'checkpoints'}",
+        f"time         {clock(final.get('time') or run.elapsed_s)}",
+        f"peak memory  {peak_memory(run.device) / 1e9:.2f} GB in this process",
+    ]
+    show("\n".join(lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

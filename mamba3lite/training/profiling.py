@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from mamba3lite.training.config import TrainingConfig
 from mamba3lite.training.parallel import local
+from mamba3lite.training.trackers import reason_of
+
+try:
+    import resource
+except ImportError:  # Windows
+    import psutil
+
+    resource = None
 
 
 class ProfileWindow:
@@ -71,8 +80,8 @@ class ProfileWindow:
         profiler.stop()
         try:
             self._write(profiler)
-        except OSError as error:
-            self.log(f"[warn] {self.folder}: {error.strerror}; no profile was written")
+        except (OSError, RuntimeError) as error:  # the latter from the library's writer
+            self.log(f"[warn] {self.folder}: {reason_of(error)}; no profile is there")
         else:
             self.log(f"profiled: {self.folder}")
         if self.snapshot:
@@ -80,6 +89,10 @@ class ProfileWindow:
 
     def _write(self, profiler: profile) -> None:
         self.folder.mkdir(exist_ok=True)
+        for name in ("trace.json", "ops.txt", "memory.pickle"):
+            (self.folder / name).unlink(
+                missing_ok=True
+            )  # a link is not written through
         profiler.export_chrome_trace(str(self.folder / "trace.json"))
         order = "self_cuda_time_total" if self.on_gpu else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=40)
@@ -113,6 +126,17 @@ def allocator_peak(
         if event.name() == "[memory]"
     ]
     return before + max(itertools.accumulate(changes), default=0)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: of the GPU's allocator, or of this process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        memory = psutil.Process().memory_info()
+        return getattr(memory, "peak_wset", memory.rss)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _quiet_profile(**options) -> profile:

@@ -1,16 +1,18 @@
 """What keeps a run safe: a lock, an orderly stop, bad steps, where to resume."""
 
-import fcntl
 import math
 import os
 import shutil
 import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mamba3lite.locks import Locked, locked
+from mamba3lite.terminal import note
 from mamba3lite.training.checkpoint import (
     CheckpointError,
     checkpoints_of,
@@ -36,29 +38,22 @@ class RankFailed(TrainingFailed):
     """A failure that one of several processes has for itself, so it says so itself."""
 
 
-class RunLock:
-    """Holds ``run.lock`` in the run folder; the kernel frees it when the process dies.
+@contextmanager
+def run_lock(run_dir: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Hold ``run.lock`` in the run folder; the kernel frees it when the process dies.
 
+    Args: log: gets one line where there are no locks.
     Raises: RunError on entry when another trainer holds it.
     """
-
-    def __init__(self, run_dir: Path):
-        self.path = run_dir / "run.lock"
-
-    def __enter__(self) -> "RunLock":
-        self.file = self.path.open("a")
+    with ExitStack() as stack:
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.close()
+            stack.enter_context(locked(run_dir / "run.lock", log))
+        except Locked:
             raise RunError(
-                f"{self.path.parent}: another trainer is working in this folder; wait "
-                "for it, or set training.save_dir to another one"
+                f"{run_dir}: another trainer is working in this folder; wait for it, "
+                "or set training.save_dir to another one"
             ) from None
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.file.close()
+        yield
 
 
 def require_run_folder(run_dir: Path) -> None:
@@ -76,9 +71,8 @@ def require_run_folder(run_dir: Path) -> None:
             raise no_run_folder(run_dir, "prepared data lie there")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise no_run_folder(run_dir, f"{nearest} cannot be written")
-        lock = RunLock(run_dir)
-        if lock.path.exists():
-            with lock:
+        if (run_dir / "run.lock").exists():
+            with run_lock(run_dir, lambda line: None):  # who claims the folder says it
                 pass
     except OSError as error:
         raise no_run_folder(run_dir, error.strerror) from None
@@ -92,10 +86,15 @@ def no_run_folder(run_dir: Path, reason: str) -> RunError:
     )
 
 
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+
+
 class StopSignals:
     """Turns the first SIGTERM or SIGINT into a request; the second ends the process.
 
-    ``requested`` is polled between steps, evaluation batches and sampled tokens.
+    SIGHUP asks as well, once or many times: a terminal that closes sends several. Where
+    it is ignored, as under nohup, it stays so. ``requested`` is polled between steps,
+    evaluation batches and sampled tokens.
 
     Args: quiet: write no note; another process does.
     """
@@ -110,7 +109,9 @@ class StopSignals:
         return self.received is not None
 
     def __enter__(self) -> "StopSignals":
-        signals = (signal.SIGTERM, signal.SIGINT)
+        signals = [signal.SIGTERM, signal.SIGINT]
+        if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:
+            signals.append(HANGUP)
         self.previous = {s: signal.signal(s, self._handle) for s in signals}
         return self
 
@@ -119,14 +120,14 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if number == HANGUP and self.requested:
+            return
+        if self.received not in (None, HANGUP):
             os._exit(128 + number)
         self.received = signal.Signals(number)
-        if self.quiet:
-            return
-        # Not print: the signal may have come in the middle of one.
-        note = f"{self.received.name}: finishing this step, then saving; again: quit\n"
-        os.write(2, note.encode())
+        if not self.quiet:
+            again = "" if number == HANGUP else "; again: quit"
+            note(f"{self.received.name}: finishing this step, then saving{again}")
 
 
 class BadStepGuard:
@@ -262,17 +263,6 @@ def set_newer_aside(root: Path, chosen: Path, log: Callable[[str], None]) -> Non
     for path in list_checkpoints(root):
         if step_of(path) > step_of(chosen):
             log(f"[warn] {path.name} is set aside as {set_aside(path).name}")
-
-
-def set_record_aside(run_dir: Path, log: Callable[[str], None]) -> None:
-    """Rename what an earlier run reported here: one from step 0 would replace it."""
-    for name in ("metrics.jsonl", "samples.txt", "curves.png"):
-        path, number = run_dir / name, 1
-        if path.is_file():
-            while (aside := run_dir / f"earlier-{number}-{name}").exists():
-                number += 1
-            path.rename(aside)
-            log(f"[warn] {name} of an earlier run is set aside as {aside.name}")
 
 
 def free_name(run_dir: Path) -> Path:

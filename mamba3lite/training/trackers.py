@@ -5,11 +5,13 @@ reached or a disk that is full costs one warning and that one tracker, never the
 """
 
 import math
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from mamba3lite.files import write_whole
 from mamba3lite.training.config import RunConfig
 
 
@@ -52,13 +54,10 @@ class WeightsAndBiases:
     def __init__(self, config: RunConfig, run_dir: Path, step: int):
         import wandb  # optional
 
-        path = run_dir / "wandb_id.txt"
-        if not path.exists():
-            path.write_text(secrets.token_hex(4), encoding="utf-8")
         self.run = wandb.init(
             project=config.training.wandb_project,
             name=run_dir.name,
-            id=path.read_text(encoding="utf-8"),
+            id=_id_in(run_dir / "wandb_id.txt"),
             resume="allow",
             dir=str(run_dir),
             config=config.model_dump(mode="json"),
@@ -75,6 +74,16 @@ class WeightsAndBiases:
         self.run.finish()
 
 
+def _id_in(path: Path) -> str:
+    """The id that a file holds; a new one where it holds none."""
+    data = path.read_bytes() if path.is_file() else b""
+    if re.fullmatch(rb"[0-9a-z]{8}", data):
+        return data.decode("ascii")
+    new = secrets.token_hex(4)
+    write_whole(path, new)
+    return new
+
+
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
     """What can be drawn of a line: its finite numbers, without the step."""
     return {
@@ -88,8 +97,11 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what an error says, or its name."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    """The first line of what an error says, or its name; of the system, its words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 KINDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
