@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from mamba3lite.terminal import one_line, show_what_streams_can
+
 
 class Link(NamedTuple):
     """What the GPUs of a host send through: name, 10^9 bytes/s of all its rings."""
@@ -132,9 +134,11 @@ def main(file: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m mamba3lite.communication FILE.json")
+    show_what_streams_can()
     try:
         main(Path(sys.argv[1]))
     except OSError as error:
-        sys.exit(f"{error.filename}: {error.strerror}")
-    except (ValueError, KeyError):
-        sys.exit(f"{sys.argv[1]}: is not what `python -m mamba3lite.scaling` writes")
+        sys.exit(one_line(f"{error.filename or 'output'}: {error.strerror}"))
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        what = "is not what `python -m mamba3lite.scaling` writes"
+        sys.exit(one_line(f"{sys.argv[1]}: {what}"))

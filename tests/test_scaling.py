@@ -1,6 +1,7 @@
 """The measurement of several GPUs: what it runs, how it reads it, what it derives."""
 
 import json
+import runpy
 import signal
 import statistics
 import subprocess
@@ -105,6 +106,23 @@ def test_the_script_prints_the_table(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 11 and lines[1].split()[:2] == ["8", "ddp"]
     assert lines[1].split()[-4:] == ["6.6", "4.4%", "95.8%", "100.0%"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["5", "[]", '{"rows": 1}', '{"rows": [{"gpus": 1, "step_ms": 0}], "model": {}}',
+     '{"rows": [{"gpus": 1, "step_ms": "x"}], "model": {}}', "[" * 100_000, "\0",
+     json.dumps({"rows": [{"gpus": 1, "step_ms": 0}], "model": SIZES})],
+)  # fmt: skip
+def test_a_file_of_something_else_is_one_line(tmp_path, monkeypatch, text):
+    file = tmp_path / "\x1b[31m.json"
+    file.write_text(text)
+    monkeypatch.setattr("sys.argv", ["communication", str(file)])
+    monkeypatch.delitem(sys.modules, "mamba3lite.communication")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("mamba3lite.communication", run_name="__main__")
+    said = r"\x1b[31m.json: is not what `python -m mamba3lite.scaling` writes"
+    assert end.value.code == f"{tmp_path}/{said}"
 
 
 # --------------------------------------------------------------------------------------
