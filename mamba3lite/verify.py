@@ -6,16 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from mamba3lite.data import DataError
 from mamba3lite.data.shards import BLOCK, load_index, open_shard
 from mamba3lite.data.tokenizers import ByteTokenizer
+from mamba3lite.models.transformer import Mamba3Transformer
 from mamba3lite.training.checkpoint import (
     FILES,
     MANIFEST,
     CheckpointError,
     checkpoints_of,
     read_run_state,
+    require_tensors,
     verify_checkpoint,
 )
 
@@ -43,7 +46,7 @@ def verify_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
 def verify_checkpoints(
     checkpoints: list[Path], say: Callable[[str], None]
 ) -> list[str]:
-    """Check the files of checkpoints against their manifests, and their states.
+    """Check the files of checkpoints against their manifests, states and models.
 
     Args and returns are those of `verify_folder`.
     """
@@ -51,7 +54,9 @@ def verify_checkpoints(
     for path in checkpoints:
         try:
             verify_checkpoint(path)
-            read_run_state(path)
+            fields = read_run_state(path)["config"]["model"]
+            with torch.device("meta"):  # its shapes alone
+                require_tensors(path, Mamba3Transformer(fields))
         except CheckpointError as error:
             faults.append(str(error))
             continue

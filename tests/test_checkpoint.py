@@ -313,8 +313,11 @@ def a_header(text):
         (a_header('{"a": 1}'), "header: wants shape and dtype of all"),
         (a_header('{"a": {}, "a": {}}'), "header: not JSON .a key twice"),
         (a_header('{"a": {"shape": 5, "dtype": "F32"}}'), "wants shape and dtype"),
-        (a_header('{"\\u001b]0;x\\n": {"shape": [1], "dtype": []}}'),
-         r"model: \\x1b\]0;x\\n: stored \(1,\) , model nothing, embed"),
+        (a_header('{"a": {"shape": [1], "dtype": []}}'), "header: .*expected string"),
+        (a_header('{"a": {"shape": [1], "dtype": "F32", "data_offsets": [0, 4]}}'),
+         "header: .*incomplete metadata"),
+        (lambda p: save_file({"\x1b]0;x\n": torch.zeros(1)}, p),
+         r"model: \\x1b\]0;x\\n: stored \(1,\) float32, model nothing, embed"),
     ],
 )  # fmt: skip
 def test_a_file_of_tensors_that_is_none_is_one_line(three, write, told):
@@ -327,6 +330,18 @@ def test_a_file_of_tensors_that_is_none_is_one_line(three, write, told):
         load_model(path.parent, tiny_model())
     assert "\n" not in str(error.value)
     assert time.process_time() - begin < 1
+
+
+def test_verify_compares_the_tensors_with_the_model_of_the_state(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / saved.name)
+    for file, name in ((MODEL, "norm_f.weight"), (OPTIMIZER, "norm_f.weight.exp_avg")):
+        change_tensor(path / file, name, lambda t: t.half())
+        (fault,) = verify_folder(path, pytest.fail)
+        assert fault == (
+            f"{path / file}: does not fit this model: {name}: stored (16,) float16, "
+            "model (16,) float32"
+        )
+        change_tensor(path / file, name, lambda t: t.float())
 
 
 def a_pipe(path):

@@ -375,7 +375,8 @@ def _remove_leftovers(out: Path) -> None:
         for path in leftovers(folder):
             name = path.name[len(".tmp-") : -len("-01234567")]
             if name in BEING_WRITTEN or SHARD_NAME.fullmatch(name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                whole_folder = path.is_dir() and not path.is_symlink()
+                shutil.rmtree(path) if whole_folder else path.unlink()
 
 
 def _finished(

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, FailFast, Field
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -487,7 +487,8 @@ def read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
     Raises: CheckpointError listing the tensors that differ in name, shape or dtype.
     """
-    return _load_tensors(path / MODEL, _kinds(dict(model.named_parameters())))
+    require_tensors(path, model)
+    return _load_tensors(path / MODEL)
 
 
 def load_optimizer(
@@ -506,12 +507,26 @@ def read_moments(path: Path, model: nn.Module) -> dict[str, Tensor]:
     Raises: CheckpointError listing the tensors that differ in name, shape or dtype, or
     when there are none after the first update.
     """
-    expected = {}
-    for name, kind in _kinds(dict(model.named_parameters())).items():
-        expected |= {f"{name}.exp_avg": kind, f"{name}.exp_avg_sq": kind}
-        expected[f"{name}.step"] = ((), DTYPES[torch.float32])
-    begun = read_state(path)["step"] > 0
-    return _load_tensors(path / OPTIMIZER, expected, may_be_empty=not begun)
+    require_tensors(path, model)
+    return _load_tensors(path / OPTIMIZER)
+
+
+def require_tensors(path: Path, model: nn.Module) -> None:
+    """Compare a checkpoint's tensors with a model, which may lie on the meta device.
+
+    The headers of the files say which there are, so nothing is made of one that does
+    not fit. Raises: CheckpointError as `read_weights` and `read_moments`.
+    """
+    weights = _kinds(dict(model.named_parameters()))
+    moments: Kinds = {}
+    for name, kind in weights.items():
+        moments |= {f"{name}.exp_avg": kind, f"{name}.exp_avg_sq": kind}
+        moments[f"{name}.step"] = ((), DTYPES[torch.float32])
+    _refuse_difference(path / MODEL, _read_header(path / MODEL), weights)
+    stored = _read_header(path / OPTIMIZER)
+    # Before the first update there are no moments to store.
+    begun = stored or read_state(path)["step"] > 0
+    _refuse_difference(path / OPTIMIZER, stored, moments if begun else {})
 
 
 def put_moments(optimizer: torch.optim.Optimizer, moments: dict[str, Tensor]) -> None:
@@ -614,7 +629,7 @@ def _named(kinds: Kinds, name: str) -> str:
         return "nothing"
     shape, dtype = kinds[name]
     names = {code: str(kind).removeprefix("torch.") for kind, code in DTYPES.items()}
-    return f"{shown(shape)} {names.get(str(dtype), shown(dtype)[1:-1])}"
+    return f"{shown(shape)} {names.get(dtype, dtype)}"
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -629,44 +644,39 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(code, os.strerror(code), str(path)) from None
 
 
-def _load_tensors(
-    path: Path, expected: Kinds, may_be_empty: bool = False
-) -> dict[str, Tensor]:
-    """Tensors of exactly the expected names, shapes and dtypes; or maybe none at all.
-
-    The header says which there are, so nothing is made of a file that does not fit.
-    """
+def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        stored = _read_header(path)
-        if stored or not may_be_empty:
-            _refuse_difference(path, stored, expected)
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: {reason}") from None
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _read_header(path: Path) -> Kinds:
-    """Shapes and dtypes in a file of tensors, by name.
+    """Shapes and dtypes in a file of tensors, by name; the data are all there.
 
     Source: the safetensors format: the header's length, 8 bytes, and then it, as JSON.
     """
-    with open_plain(path, path.parent) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > MOST_HEADER_BYTES:
-            raise CheckpointError(
-                f"{path}: a header of {length:,} bytes, wanted {MOST_HEADER_BYTES:,} "
-                "or less"
-            )
-        header = file.read(length)
     try:
-        entries = parse_object(header)
+        with open_plain(path, path.parent) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MOST_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path}: a header of {length:,} bytes, wanted "
+                    f"{MOST_HEADER_BYTES:,} or less"
+                )
+            entries = parse_object(file.read(length))
         entries.pop("__metadata__", None)
-        return {n: (tuple(e["shape"]), e["dtype"]) for n, e in entries.items()}
-    except ValueError as error:
-        raise CheckpointError(f"{path}: header: {error}") from None
+        kinds = {n: (tuple(e["shape"]), e["dtype"]) for n, e in entries.items()}
+        with safe_open(path, "pt"):
+            return kinds
+    except OSError as error:
+        raise _unreadable(path, error) from None
     except (TypeError, KeyError):
         raise CheckpointError(f"{path}: header: wants shape and dtype of all") from None
+    except (ValueError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: header: {error}") from None
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
