@@ -132,6 +132,7 @@ class RunState(SavedState):
 
     skipped: Count
     windows: Count = 0  # format 1 has none
+    sampled: Count = 0  # nor this
     tokens: Count
     consecutive_bad: Count
     rollbacks: Count = 0
