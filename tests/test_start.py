@@ -27,6 +27,7 @@ from mamba3lite.training.checkpoint import (
     read_state,
 )
 from mamba3lite.training.config import DataConfig
+from mamba3lite.training.estimate import memory_of_step, setting_of
 from mamba3lite.training.metrics import read_metrics
 from mamba3lite.training.pretrain import Pretrainer, data_folder
 from mamba3lite.training.recovery import RunError, require_run_folder, run_lock
@@ -216,6 +217,22 @@ def test_a_locked_run_folder_is_one_line(prepared, tmp_path, how):
     assert result.exit_code == 2, result.output
     assert "another trainer is working in this folder" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("how", [[], ["--dry-run"]])
+def test_a_model_that_no_memory_holds_is_refused(prepared, tmp_path, monkeypatch, how):
+    """Twice what is there is a slip of the keyboard; less may be worth a try."""
+    config = run_config(prepared, tmp_path / "run")
+    setting = setting_of(config, torch.cuda.is_available())
+    peak = memory_of_step(config.model, setting).peak
+    path = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    monkeypatch.setattr(pretrain, "memory_of", lambda device: (peak - 1) // 2)
+    result = train("--config", path, *how)
+    assert result.exit_code == 2
+    assert "a step needs" in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(pretrain, "memory_of", lambda device: (peak + 1) // 2)
+    assert train("--config", path, "--dry-run").exit_code == 0
 
 
 def test_a_dry_run_looks_at_the_space_too(prepared, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Sizes derived from shapes, not measured: parameters, FLOPs, memory, disk."""
 
 import dataclasses
+import os
 from collections import Counter
 from typing import NamedTuple
 
@@ -218,6 +219,19 @@ def memory_of_step(model: ModelConfig, setting: Setting) -> StepMemory:
     peaks = _phases(model, setting, layer, sum(kept.values()))
     phases = {name: held + size for name, size in peaks.items()}
     return StepMemory(resident, kept, phases | {"update": 16 * floats})
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of memory that a device has, a GPU's own or all of this machine's.
+
+    Returns: None where the system does not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
+        return None
 
 
 def _kept_by_model(model: ModelConfig, setting: Setting, layer: dict) -> dict[str, int]:

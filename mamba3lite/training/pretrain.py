@@ -75,6 +75,7 @@ from mamba3lite.training.estimate import (
     checkpoints_at_once,
     flops_per_token,
     memory_lines,
+    memory_of,
     memory_of_step,
     peak_flops,
     setting_of,
@@ -107,6 +108,7 @@ from mamba3lite.training.recovery import (
     TrainingFailed,
     choose_checkpoint,
     no_run_folder,
+    require_memory,
     require_run_folder,
     require_space,
     rows_in_step,
@@ -390,6 +392,10 @@ class Pretrainer:
         fields = self.config.model_fields_of_run()
         _enforce_triton_env_var(fields, self.display.line)
         take_usable_dispatch(fields, self.device, self.display.line)
+        if self.ranks.size == 1:
+            setting = setting_of(self.config, self.device.type == "cuda")
+            peak = memory_of_step(ModelConfig.of(fields), setting).peak
+            require_memory(peak, memory_of(self.device))
         torch.manual_seed(training.seed)
         seeded(training.seed, torch.default_generator)
         self.model = Mamba3Transformer(fields)

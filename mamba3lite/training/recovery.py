@@ -273,6 +273,22 @@ def free_name(run_dir: Path) -> Path:
     return path
 
 
+def require_memory(wanted: int, there: int | None) -> None:
+    """Refuse a run that would swap for hours, or be killed without a word.
+
+    What is derived is no more than an estimate, and some machines get memory as they
+    use it: only what would need twice the memory there is refused.
+
+    Args: wanted: bytes at the peak of a step. there: bytes of the device, if known.
+    """
+    if there is not None and wanted > 2 * there:
+        raise RunError(
+            f"a step needs {wanted / 1e9:,.0f} GB of memory (derived from shapes), and "
+            f"there are {there / 1e9:,.0f} GB here; `mamba3lite info` shows what takes "
+            "it; lower the sizes of the model or training.micro_batch_size"
+        )
+
+
 def require_space(folder: Path, wanted: int) -> None:
     """Refuse to start a run whose checkpoints cannot fit.
 
