@@ -31,6 +31,7 @@ from rank_cases import (
 from trainer_cases import new_run, prepare_corpus, run_config, write_config
 
 from mamba3lite.training.checkpoint import list_checkpoints, read_state
+from mamba3lite.training.data import PretrainDataset
 from mamba3lite.training.pretrain import Pretrainer, run_training
 
 pytestmark = [on_cpu, pytest.mark.slow]
@@ -91,6 +92,20 @@ def test_fault_11_ddp_to_fsdp2_and_back(prepared, tmp_path, whole):
         ended[0].out
     )
     assert_ended_like(tmp_path / "run", whole)
+
+
+def test_fault_11_another_batch_and_another_number_of_processes(prepared, tmp_path):
+    """Each window once, in the order of the data: 3 steps of 4 rows, then of 8."""
+    run_dir, shape = tmp_path / "run", SHAPE | {"total_steps": 6}
+    config = write_config(tmp_path / "a.yaml", prepared, run_dir, **shape)
+    kind = type("Stops", (AskedToStop,), {"at_step": 3})
+    assert in_child(lambda: train(config, kind=kind)(0)).code == 0
+    all_ended_well(in_ranks(train(config, "training.micro_batch_size=4", kind=Noted)))
+    read = windows_read(run_dir)
+    assert [len(read[position]) for position in sorted(read)] == [4] * 3 + [8] * 3
+    data = PretrainDataset(prepared, 32, 0, "train")
+    order = data.batch(0, range(36), 36)[3].tolist()
+    assert [w for position in sorted(read) for w in read[position]] == order
 
 
 def test_fault_11_rows_that_cannot_be_shared(prepared, tmp_path, whole):

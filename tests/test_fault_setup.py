@@ -30,6 +30,7 @@ from trainer_cases import (
     run_config,
     tensors_of,
     write_config,
+    write_corpus,
 )
 
 import mamba3lite.models
@@ -193,12 +194,16 @@ def test_fault_19_nobody_listens(prepared, tmp_path, uninterrupted, streams, how
 
 
 def test_fault_19_a_reader_that_leaves_after_a_line(prepared, tmp_path):
-    """The whole process: what is left in its buffers must not spoil the exit code."""
+    """The whole process, which prepares its data: what is left in its buffers must not
+    spoil the exit code."""
+    write_corpus(tmp_path / "text")
     config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
     script = f"{shlex.quote(sys.executable)} -m mamba3lite.training.pretrain"
-    line = f"{script} --config {shlex.quote(str(config))} 2>&1 | head -1"
+    source = "--set data.source=text --set data.val_fraction=0.2"
+    line = f"{script} --config {config.name} {source} 2>&1 | head -1"
     shell = ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"]
-    ended = subprocess.run(shell, capture_output=True, text=True, check=False)
+    options = {"capture_output": True, "text": True, "cwd": tmp_path}
+    ended = subprocess.run(shell, check=False, **options)
     assert (ended.returncode, ended.stdout.count("\n"), ended.stderr) == (0, 1, "")
     assert saved_steps(tmp_path / "run")[-1] == 8
 
