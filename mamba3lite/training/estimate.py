@@ -161,6 +161,8 @@ def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     kept = 4 * tokens * columns + padded * inside + 16 * chunks * state
     # The projection, complex B, C and what C reads, and y four times over.
     passing = tokens * (24 * bc + 16 * width + 48 * heads) + 8 * chunks * state
+    if setting.on_gpu:  # which does not look whether x, B, C and y need their copies
+        passing += tokens * (16 * bc + 8 * width)
     return kept, passing + (2 * tokens * columns if setting.half else 0)
 
 
