@@ -111,7 +111,7 @@ def test_an_edited_source_leaves_the_data_of_the_older_run(tmp_path, by_source):
     assert result.exit_code == 0, result.output
     (beside,) = set((tmp_path / "data").iterdir()) - {older}
     assert beside.name.startswith(f"{older.name}-")
-    told = f"data/{older.name} holds other data; preparing in data/{beside.name}\n"
+    told = f"data/{older.name} holds other data; this text goes to data/{beside.name}\n"
     assert told in result.stderr
     assert contents(older) == before
     stored = read_run_state(list_checkpoints(tmp_path / "newer" / "checkpoints")[-1])

@@ -142,7 +142,7 @@ def prepare_beside(
         survey, files = _surveyed(source, val_fraction, report)
         if _holds_other(out, survey, tokens):
             other, out = out, beside(out, survey)
-            report(f"{other} holds other data; preparing in {out}", 0, 0, 0)
+            report(f"{other} holds other data; this text goes to {out}", 0, 0, 0)
         return out, _prepare_files(out, files, survey, encoder, report)
 
 
