@@ -362,6 +362,15 @@ def test_overrides_use_the_same_scalars(base):
     assert config.model.d_model == 32
 
 
+@pytest.mark.parametrize("name", ["a\nb", "x #y", " b ", "a  b", "50%", "x: y"])
+def test_a_word_is_taken_as_it_was_typed(base, name):
+    """A folder of that name is meant, not what a file would fold or cut it to."""
+    config = load_config(base, [f"training.save_dir={name}"])
+    assert config.training.save_dir == name
+    quoted = load_config(base, ['training.save_dir="a b"']).training.save_dir
+    assert quoted == "a b"
+
+
 def test_an_override_replaces_the_other_of_an_exclusive_pair(base):
     config = load_config(str(base), ["training.total_tokens=1000"])
     assert config.training.total_steps is None

@@ -18,7 +18,7 @@ from trainer_cases import (
     write_config,
 )
 
-from mamba3lite.training import side_files
+from mamba3lite.training import metrics, side_files
 from mamba3lite.training.config import load_config
 from mamba3lite.training.metrics import plot_runs, read_metrics
 from mamba3lite.training.pretrain import Pretrainer, run_training
@@ -49,6 +49,7 @@ def stopped(prepared, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch):
+    monkeypatch.setattr(metrics, "MOST_BYTES", 100_000)
     monkeypatch.setattr(Pretrainer, "sample_tokens", 5)
     monkeypatch.setattr(Pretrainer, "final_sample_tokens", 5)
 
@@ -86,6 +87,7 @@ DAMAGE = {
     "a pipe": replaced_by(os.mkfifo),
     "a link to nothing": replaced_by(lambda path: path.symlink_to("nowhere")),
     "other bytes": lambda path: path.write_bytes(bytes(range(256)) * 9),
+    "more than any run writes": lambda path: os.truncate(path, metrics.MOST_BYTES + 1),
 }
 
 
@@ -110,6 +112,22 @@ def test_a_damaged_side_file_is_set_aside_and_the_run_goes_on(
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == 8
     assert sample_header(8) in (folder / "samples.txt").read_text("utf-8")
     assert train(config, capsys) == [], "once is enough"
+
+
+def test_a_line_ends_with_a_line_feed_alone(tmp_path):
+    """JSON allows U+2028 in a string, where Python would cut the line."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "problem": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert read_metrics(path) == [{"step": 1, "problem": "a\u2028b\x85c"}]
+
+
+def test_checkpoints_may_lie_on_another_disk(stopped, prepared, tmp_path, whole):
+    folder = copy_of(stopped, tmp_path / "run")
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    (folder / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    assert new_run(run_config(prepared, folder, **REPORTS)).run() is True
+    newest = "checkpoints/step_00000008/model.safetensors"
+    assert (folder / newest).read_bytes() == (whole.run_dir / newest).read_bytes()
 
 
 def test_the_lines_that_can_be_read_are_kept(stopped, prepared, tmp_path):

@@ -609,12 +609,17 @@ def _apply_override(raw: dict, override: str, earlier: list[str]) -> str:
 
 
 def _scalar(text: str) -> Any:
-    """One override value, by the same rules as a scalar in a file."""
+    """One override value, by the same rules as a scalar in a file.
+
+    But for what only a file needs: a word without quotes is taken as it was typed, with
+    its line ends, spaces and signs of a comment.
+    """
     try:
         value = parse_yaml(text)
     except ConfigError:
         return text
-    return text if isinstance(value, dict | list) else value
+    quoted = text[:1] in ("'", '"', "!")
+    return text if isinstance(value, dict | list | str) and not quoted else value
 
 
 def _explain(error: dict) -> str:

@@ -1,5 +1,6 @@
 """How a run is shown: lines of metrics, curves, bits per byte, the progress line."""
 
+import errno
 import json
 import math
 import sys
@@ -20,6 +21,10 @@ from mamba3lite.terminal import console_on, printable, show
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
+# Of a text that a run leaves: a thousand times what a long run writes.
+MOST_BYTES = 2**28
+
+
 class MetricsError(ValueError):
     """Metrics that cannot be read or drawn: one line."""
 
@@ -32,9 +37,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line cut short by a crash is left out.
 
     Each row has a step; what is drawn from it is a finite number or None.
-    Raises: MetricsError naming the line for any other damage.
+    Raises: MetricsError naming the line for any other damage; OSError as `text_of`.
     """
-    rows, fault = parse_metrics(path.read_text(encoding="utf-8", errors="replace"))
+    rows, fault = parse_metrics(text_of(path))
     if fault:
         raise MetricsError(
             f"{path}: {fault}; repair the line or move the file away (the checkpoints "
@@ -43,12 +48,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def text_of(path: Path) -> str:
+    """A text that a run left; what is not UTF-8 becomes U+FFFD.
+
+    Raises: OSError for what cannot be read, for what is no file, which reading might
+    wait for, and for more than `MOST_BYTES`.
+    """
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    if path.stat().st_size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MOST_BYTES:,} bytes", str(path))
+    return path.read_bytes().decode("utf-8", "replace")
+
+
 def parse_metrics(text: str) -> tuple[list[dict[str, Any]], str | None]:
     """The rows of the lines that can be used, and what is wrong with the first other.
 
     A last line that is cut short is no fault.
     """
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n") if text else []
     rows, first_fault = [], None
     for number, line in enumerate(lines, 1):
         try:

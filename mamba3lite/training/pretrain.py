@@ -557,7 +557,8 @@ class Pretrainer:
             )
         self.earlier_s = state["elapsed_s"]
         self.started = time.perf_counter()
-        inside = checkpoint.resolve().is_relative_to(self.run_dir.resolve())
+        ours = (self.run_dir / "checkpoints").resolve()  # may lie on another disk
+        inside = checkpoint.resolve().is_relative_to(ours)
         self.saved_step = self.step if inside else None
         self.display.line(f"Continuing from {checkpoint}")
 

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from mamba3lite.files import leftovers, write_whole
-from mamba3lite.training.metrics import finite_or_none, parse_metrics, plot_runs
+from mamba3lite.training.metrics import (
+    finite_or_none,
+    parse_metrics,
+    plot_runs,
+    text_of,
+)
 from mamba3lite.training.trackers import reason_of
 
 Log = Callable[[str], None]
@@ -37,7 +42,7 @@ class SideFile:
     def read(self) -> str:
         """What of the file can be used; nothing when it cannot be read."""
         with suppress(OSError):
-            return self.repaired(_text_of(self.path))[0]
+            return self.repaired(text_of(self.path))[0]
         return ""
 
     def mend(self) -> None:
@@ -46,7 +51,7 @@ class SideFile:
             return
         sound = ""
         try:
-            text = _text_of(self.path)
+            text = text_of(self.path)
             sound, fault = self.repaired(text)
             if fault is None and text.encode() != self.path.read_bytes():
                 fault = "not UTF-8"
@@ -138,7 +143,7 @@ def write_settings(path: Path, text: str, known: Collection[str], log: Log) -> N
     """
     ours = False
     with suppress(OSError):
-        ours = not os.path.lexists(path) or _text_of(path) in {text, *known}
+        ours = not os.path.lexists(path) or text_of(path) in {text, *known}
     if ours or set_aside(path, "earlier", "not what this run wrote", log):
         SideFile(path, log).replace(text)
 
@@ -190,13 +195,6 @@ def _skipped(row: dict[str, Any]) -> int:
     """Batches passed by so far, in a line that counts them."""
     count = row.get("skipped", 0)
     return count if isinstance(count, int) else 0
-
-
-def _text_of(path: Path) -> str:
-    """Raises: OSError also for what is no file, which reading might wait for."""
-    if not path.is_file():
-        raise OSError("not a file")
-    return path.read_bytes().decode("utf-8", "replace")
 
 
 def _append(path: Path, data: bytes) -> None:
