@@ -26,11 +26,12 @@ def spin_briefly() -> None:
 
 def how_threads_wait(threads: int) -> str:
     """One line: how many threads compute, how they wait, how to change either."""
+    if threads == 1:
+        return "1 thread computes; OMP_NUM_THREADS says how many"
     chosen = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     if sys.platform != "linux" or not chosen:
-        chosen = ["the system's default"]
+        chosen = ["as the system has it"]
     return (
-        f"{threads} threads compute (OMP_NUM_THREADS), which spin briefly and then "
-        f"sleep while they wait ({', '.join(chosen)}; set OMP_WAIT_POLICY or "
-        "GOMP_SPINCOUNT to change it)"
+        f"{threads} threads compute; OMP_NUM_THREADS says how many, OMP_WAIT_POLICY or "
+        f"GOMP_SPINCOUNT how they wait for one another ({', '.join(chosen)})"
     )

@@ -55,13 +55,11 @@ def test_the_line_says_what_was_chosen_and_how_to_change_it(unset, monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     line = threads.how_threads_wait(2)
     assert "\n" not in line
-    for part in (
-        "2 threads",
-        "GOMP_SPINCOUNT=77",
-        "OMP_NUM_THREADS",
-        "OMP_WAIT_POLICY",
-    ):
+    for part in ("2 threads", "GOMP_SPINCOUNT=77", "OMP_NUM_THREADS", "WAIT_POLICY"):
         assert part in line
+    alone = threads.how_threads_wait(1)
+    assert alone.startswith("1 thread computes") and "OMP_NUM_THREADS" in alone
+    assert "GOMP" not in alone, "nobody to wait for"
 
 
 def test_the_tests_themselves_wait_this_way():
