@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,9 +29,10 @@ def read_json(path: Path, inside: Path, most_bytes: int) -> dict[str, Any]:
     of more than `most_bytes`, and for what is no JSON object with each key once.
     """
     with open_plain(path, inside) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"larger than {most_bytes:,} bytes")
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise ValueError(f"larger than {most_bytes:,} bytes")
+        data = file.read(size)
     return parse_object(data)
 
 

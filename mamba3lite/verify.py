@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mamba3lite.data import DataError
-from mamba3lite.data.shards import BLOCK, load_index, open_shard
-from mamba3lite.data.tokenizers import ByteTokenizer
+from mamba3lite.data.shards import (
+    count_faults,
+    counts_bytes,
+    load_index,
+    open_shard,
+)
 from mamba3lite.models.transformer import Mamba3Transformer
 from mamba3lite.training.checkpoint import (
     FILES,
@@ -96,51 +99,13 @@ def _split_faults(
         )
     if not faults:  # what is said about documents needs every shard
         where = f"{folder / 'index.json'}: {split}"
-        faults = [f"{where}: {fault}" for fault in _count_faults(meta, shards, index)]
+        faults = [
+            f"{where}: {fault}" for fault in count_faults(meta, shards, tokenizer)
+        ]
     if not faults:
-        counted = "" if _counts_bytes(tokenizer) else " (by the index alone)"
+        counted = "" if counts_bytes(tokenizer) else " (by the index alone)"
         say(
             f"{split}: {meta['documents']:,} documents at their offsets, "
             f"{meta['tokens']:,} tokens, {meta['bytes']:,} bytes of text{counted}"
         )
     return faults
-
-
-def _counts_bytes(tokenizer: dict) -> bool:
-    """Whether tokens alone tell how many bytes they stand for."""
-    return tokenizer["name"] == ByteTokenizer.name
-
-
-def _count_faults(meta: dict, shards: list[np.ndarray], index: dict) -> list[str]:
-    """What the index says of a split and its tokens do not."""
-    tokenizer = index["tokenizer"]
-    faults = []
-    n_tokens = sum(len(shard) for shard in shards)
-    if n_tokens != meta["tokens"]:
-        faults.append(f"{meta['tokens']:,} tokens, but its shards hold {n_tokens:,}")
-    opened = _places_of(tokenizer["eos_id"], shards)
-    offsets = np.array(meta["document_offsets"], dtype=np.int64)
-    if not np.array_equal(opened, offsets):
-        faults.append(
-            f"{len(offsets):,} document offsets, which are not the places of its "
-            f"{len(opened):,} EOS tokens"
-        )
-    for what, count in (("names", len(meta["document_names"])),
-                        ("EOS tokens", len(opened))):  # fmt: skip
-        if count != meta["documents"]:
-            faults.append(f"{meta['documents']:,} documents, but {count:,} {what}")
-    n_bytes = n_tokens - len(opened)
-    if _counts_bytes(tokenizer) and n_bytes != meta["bytes"]:
-        faults.append(f"{meta['bytes']:,} bytes, but its shards hold {n_bytes:,}")
-    return faults
-
-
-def _places_of(token: int, shards: list[np.ndarray]) -> np.ndarray:
-    """Where a token stands in the stream that the shards make, int64."""
-    places, begin = [np.empty(0, np.int64)], 0
-    for shard in shards:
-        for start in range(0, len(shard), BLOCK):
-            block = shard[start : start + BLOCK]
-            places.append(np.flatnonzero(block == token) + begin + start)
-        begin += len(shard)
-    return np.concatenate(places)

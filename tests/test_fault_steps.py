@@ -356,6 +356,29 @@ def test_fault_16_many_in_a_row_roll_back_and_skip_past(prepared, tmp_path, what
     assert (state["windows"], state["rollbacks"]) == (13 * 4, 1)
 
 
+class Diverges(Pretrainer):
+    """Its weights are no numbers from step 2 on, and nobody guards."""
+
+    def next_step(self):
+        result = super().next_step()
+        if self.step == 2:
+            with torch.no_grad():
+                self.model.norm_f.weight.fill_(float("nan"))
+        return result
+
+
+def test_fault_16_weights_without_numbers_give_no_sample_and_no_traceback(
+    prepared, tmp_path, capsys
+):
+    settings = {"nan_guard": False, "sample_interval": 2, "total_steps": 4}
+    run = new_run(run_config(prepared, tmp_path / "run", **settings), Diverges)
+    assert run.run() is True
+    said = capsys.readouterr().out.splitlines()
+    warned = [line for line in said if line.startswith("[warn] no sample of step")]
+    assert [line.split(":")[0][-1] for line in warned] == ["2", "4"]
+    assert "weights diverged" in (run.run_dir / "samples.txt").read_text()
+
+
 def test_fault_16_a_run_without_a_save_rolls_back_to_its_beginning(prepared, tmp_path):
     settings = {"nan_guard_max_consecutive": 2}
     run = new_run(

@@ -606,6 +606,7 @@ def test_a_process_that_dies_is_one_line_and_leaves_no_litter(tmp_path, monkeypa
     def kill_one(stage, files, n_files, tokens):
         if stage == "writing" and files == 1:
             os.kill(children_of(os.getpid())[-1], signal.SIGKILL)
+            time.sleep(1)  # that the pool has seen it before it gets the next batch
 
     with pytest.raises(DataError, match=r"one of 2 processes died .*--workers 1"):
         make(texts, tmp_path / "out", workers=2, progress=kill_one)

@@ -235,6 +235,14 @@ def test_a_model_that_no_memory_holds_is_refused(prepared, tmp_path, monkeypatch
     assert train("--config", path, "--dry-run").exit_code == 0
 
 
+def test_what_lies_in_the_place_of_the_lock_is_named(prepared, tmp_path):
+    (tmp_path / "run" / "run.lock").mkdir(parents=True)
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    result = train("--config", config)
+    assert result.exit_code == 2
+    assert f"{tmp_path}/run: run.lock: Is a directory" in result.stderr
+
+
 def test_a_dry_run_looks_at_the_space_too(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "checkpoint_bytes", lambda model: 10**18)
     config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")

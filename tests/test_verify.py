@@ -103,8 +103,11 @@ def count_a_byte(meta: dict) -> None:
         (count_a_byte, ["{b+1} bytes, but its shards hold {b}"]),
     ],
 )  # fmt: skip
-def test_an_index_that_its_shards_belie_is_named(tokens, change, faults):
-    """The index is signed again, so that only the shards can tell."""
+def test_an_index_that_its_shards_belie_is_named(sound, tokens, change, faults):
+    """The index is signed again, so that only the shards can tell.
+
+    Training refuses it too, and preparing the same text makes it right.
+    """
     path = tokens / "index.json"
     index = json.loads(path.read_text())
     del index["sha256"]
@@ -121,6 +124,29 @@ def test_an_index_that_its_shards_belie_is_named(tokens, change, faults):
     lines = [f"mamba3lite verify: {path}: val: {fault}" for fault in faults]
     assert result.stderr.splitlines() == lines
     assert "all is well" not in result.stdout
+    with pytest.raises(DataError, match=re.escape(f"val: {faults[0]}")):
+        TokenStream(tokens, "val")
+    options = {"val_fraction": 0.2, "progress": lambda *_: None}
+    prepare(sound / "text", "byte", tokens, **options)
+    assert verify(tokens).exit_code == 0
+
+
+def test_a_huge_shard_makes_no_index_huge(tokens):
+    """Its size bounds what an index may have; none of that is taken in advance."""
+    os.truncate(tokens / "train" / "shard_00000.bin", 2**40)
+    result = verify(tokens)
+    assert result.exit_code == 1
+    assert "wanted" in result.stderr and "bytes of tokens" in result.stderr
+
+
+def test_shards_are_not_written_through_a_link(sound, tokens, tmp_path):
+    (tokens / "train").rename(tmp_path / "elsewhere")
+    (tokens / "train").symlink_to(tmp_path / "elsewhere")
+    before = times(tmp_path / "elsewhere")
+    options = {"val_fraction": 0.2, "progress": lambda *_: None}
+    with pytest.raises(DataError, match=r"train is a link, and shards are kept in"):
+        prepare(sound / "text", "byte", tokens, **options)
+    assert times(tmp_path / "elsewhere") == before
 
 
 def shift_train(index: dict) -> None:

@@ -44,6 +44,7 @@ from mamba3lite.data.shards import (
     INDEX_FORMAT,
     VERSION,
     ShardWriter,
+    count_faults,
     is_shard,
     load_index,
     open_shard,
@@ -412,9 +413,10 @@ def _former(
         raise _other_data(out, load_index(out), survey.identity(tokenizer))
     try:
         index = load_index(out)
-        for split in SPLITS:
-            for entry in index["splits"][split]["shards"]:
-                open_shard(out, entry, tokenizer.vocab_size)
+        for split, meta in index["splits"].items():
+            shards = [open_shard(out, e, tokenizer.vocab_size) for e in meta["shards"]]
+            if faults := count_faults(meta, shards, index["tokenizer"]):
+                return index, f"{out / 'index.json'}: {split}: {faults[0]}"
     except DataError as error:
         return index, str(error)
     return index, ""
@@ -466,6 +468,11 @@ def _write(
     repair = (out / "index.json").exists()
     write_whole(out / UNFINISHED, WHAT_IS_UNFINISHED)
     for split in SPLITS:
+        if (out / split).is_symlink():
+            raise DataError(
+                f"out: {out / split} is a link, and shards are kept in {out} itself; "
+                "choose another folder, or put a link in the place of all of it"
+            )
         (out / split).mkdir(exist_ok=True)
     try:
         if not repair:

@@ -29,7 +29,11 @@ import numpy as np
 from pydantic import ConfigDict, FailFast, Field
 
 from mamba3lite.data import DataError
-from mamba3lite.data.tokenizers import require_integers, require_same_tokenizer
+from mamba3lite.data.tokenizers import (
+    ByteTokenizer,
+    require_integers,
+    require_same_tokenizer,
+)
 from mamba3lite.files import open_plain, replacing, write_whole
 from mamba3lite.json_files import Checked, Count, read_json, require_form
 
@@ -233,6 +237,48 @@ def _check_payload(path, tokens: np.ndarray, sha256: str, vocab_size: int) -> No
             path,
             f"found token {highest}, wanted less than the vocabulary size {vocab_size}",
         )
+
+
+def counts_bytes(tokenizer: dict) -> bool:
+    """Whether tokens alone tell how many bytes they stand for."""
+    return tokenizer["name"] == ByteTokenizer.name
+
+
+def count_faults(meta: dict, shards: list[np.ndarray], tokenizer: dict) -> list[str]:
+    """What the index says of a split and its tokens do not.
+
+    Args: meta: the split in the index; tokenizer: that of the index.
+    """
+    faults = []
+    n_tokens = sum(len(shard) for shard in shards)
+    if n_tokens != meta["tokens"]:
+        faults.append(f"{meta['tokens']:,} tokens, but its shards hold {n_tokens:,}")
+    opened = _places_of(tokenizer["eos_id"], shards)
+    offsets = np.array(meta["document_offsets"], dtype=np.int64)
+    if not np.array_equal(opened, offsets):
+        faults.append(
+            f"{len(offsets):,} document offsets, which are not the places of its "
+            f"{len(opened):,} EOS tokens"
+        )
+    for what, count in (("names", len(meta["document_names"])),
+                        ("EOS tokens", len(opened))):  # fmt: skip
+        if count != meta["documents"]:
+            faults.append(f"{meta['documents']:,} documents, but {count:,} {what}")
+    n_bytes = n_tokens - len(opened)
+    if counts_bytes(tokenizer) and n_bytes != meta["bytes"]:
+        faults.append(f"{meta['bytes']:,} bytes, but its shards hold {n_bytes:,}")
+    return faults
+
+
+def _places_of(token: int, shards: list[np.ndarray]) -> np.ndarray:
+    """Where a token stands in the stream that the shards make, int64."""
+    places, begin = [np.empty(0, np.int64)], 0
+    for shard in shards:
+        for start in range(0, len(shard), BLOCK):
+            block = shard[start : start + BLOCK]
+            places.append(np.flatnonzero(block == token) + begin + start)
+        begin += len(shard)
+    return np.concatenate(places)
 
 
 def _fault(path: Path, what: str) -> DataError:

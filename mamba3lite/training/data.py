@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mamba3lite.data import DataError
-from mamba3lite.data.shards import load_index, open_shard
+from mamba3lite.data.shards import count_faults, load_index, open_shard
 from mamba3lite.data.tokenizers import load_tokenizer
 
 FEISTEL_ROUNDS = 6
@@ -46,6 +46,12 @@ class TokenStream:
                 f"wants {self.meta['tokens']:,}; `mamba3lite prepare --source SOURCE "
                 f"--out {shlex.quote(str(folder))}`, with the SOURCE that it came "
                 "from, replaces it"
+            )
+        tokenizer = self.index["tokenizer"]
+        if faults := count_faults(self.meta, self.shards, tokenizer):
+            raise DataError(
+                f"{folder / 'index.json'}: {split}: {faults[0]}; `mamba3lite verify "
+                f"{shlex.quote(str(folder))}` shows all that is wrong"
             )
 
     def __len__(self) -> int:

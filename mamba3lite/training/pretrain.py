@@ -34,7 +34,7 @@ from mamba3lite.data import DataError
 from mamba3lite.data.corpora import DEFAULT_SOURCE, source_name, zlib_bits_per_byte
 from mamba3lite.data.prepare import prepare_beside, prepared_in
 from mamba3lite.data.shards import load_index
-from mamba3lite.generate import stream
+from mamba3lite.generate import LogitsError, stream
 from mamba3lite.models.mamba_block import _unavailable
 from mamba3lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3lite.seeds import seeded
@@ -896,7 +896,11 @@ class Pretrainer:
                 max_new_tokens=n_tokens,
                 stop=self.ranks.poll,
             )
-            text = self.train_data.tokenizer.decode(list(tokens))
+            try:
+                text = self.train_data.tokenizer.decode(list(tokens))
+            except LogitsError as error:
+                self.display.line(f"[warn] no sample of step {self.step:,}: {error}")
+                text = f"({error})"
         return None if self.ranks.stopping else text
 
     def write_sample(self, n_tokens: int) -> str | None:

@@ -75,7 +75,9 @@ def require_run_folder(run_dir: Path) -> None:
             with run_lock(run_dir, lambda line: None):  # who claims the folder says it
                 pass
     except OSError as error:
-        raise no_run_folder(run_dir, error.strerror) from None
+        name = Path(error.filename or run_dir).name
+        reason = error.strerror if name == run_dir.name else f"{name}: {error.strerror}"
+        raise no_run_folder(run_dir, reason) from None
 
 
 def no_run_folder(run_dir: Path, reason: str) -> RunError:
