@@ -33,7 +33,9 @@ class Lab:
     def __init__(self, root: Path, home: Path) -> None:
         self.root, self.log = root, home / "log"
         self.notebooks = sorted((root / "notebooks").glob("*.ipynb"))
-        printed = subprocess.check_output(["make", "-n", "lab"], cwd=root, text=True)
+        # `make test` calls this, and a make inside another one talks of folders.
+        asked = ["make", "--no-print-directory", "-n", "lab"]
+        printed = subprocess.check_output(asked, cwd=root, text=True)
         program, *arguments = shlex.split(printed.splitlines()[-1])
         token = secrets.token_hex()
         arguments += ["--no-browser", "--port=0", f"--IdentityProvider.token={token}"]
