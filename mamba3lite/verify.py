@@ -61,7 +61,10 @@ def verify_checkpoints(
             with torch.device("meta"):  # its shapes alone
                 require_tensors(path, Mamba3Transformer(fields))
         except CheckpointError as error:
-            faults.append(str(error))
+            if path.exists():
+                faults.append(str(error))
+            else:
+                say(f"{path}: deleted meanwhile, as a run does with old ones")
             continue
         sizes = [(path / name).stat().st_size for name in (*FILES, MANIFEST)]
         say(f"{path}: {len(sizes)} files of {sum(sizes):,} bytes, as in its manifest")

@@ -221,7 +221,7 @@ def test_a_future_format_is_refused(three):
 def test_none_intact_is_an_error_not_a_restart(three):
     for path in list_checkpoints(three):
         (path / STATE).unlink()
-    with pytest.raises(CheckpointError, match="none of its 3 checkpoints is intact"):
+    with pytest.raises(CheckpointError, match="none of its 3 checkpoints can be used"):
         newest_checkpoint(three, lambda line: None)
 
 
@@ -330,6 +330,19 @@ def test_a_file_of_tensors_that_is_none_is_one_line(three, write, told):
         load_model(path.parent, tiny_model())
     assert "\n" not in str(error.value)
     assert time.process_time() - begin < 1
+
+
+def test_every_file_of_a_checkpoint_may_be_read_by_who_may_read_one(tmp_path):
+    """By the umask, as of any other file: a group that shares runs shares weights."""
+    before = os.umask(0o027)
+    try:
+        model = tiny_model()
+        path = save_checkpoint(
+            tmp_path, model, build_optimizer(model, TRAINING), {"step": 0}
+        )
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
 
 
 def test_verify_compares_the_tensors_with_the_model_of_the_state(saved, tmp_path):

@@ -13,6 +13,7 @@ from mamba3lite.training.config import (
     dump_config,
     edit_distance,
     load_config,
+    nearest,
     parameter_count,
     parse_yaml,
     shipped_configs,
@@ -268,7 +269,8 @@ OVERRIDES = [
     ("training.learning_rate=1", "training.learning_rate is not a setting; did you "
      "mean training.lr? (settings: "),
     ("training.lr=fast", 'training.lr: got "fast", should be a valid number'),
-    ("training.lr=", "training.lr: got null, should be a valid number"),
+    ("training.lr=", "got 'training.lr=', with nothing behind the =; null unsets a"),
+    ("training.lr=null", "training.lr: got null, should be a valid number"),
     ("model.d_model=0", "model.d_model is 0; wanted an integer, at least 1"),
     ("training.warmup_steps=11", "training.warmup_steps: got 11, should be at most the "
      "10 steps of the run"),
@@ -369,6 +371,35 @@ def test_a_word_is_taken_as_it_was_typed(base, name):
     assert config.training.save_dir == name
     quoted = load_config(base, ['training.save_dir="a b"']).training.save_dir
     assert quoted == "a b"
+
+
+def test_a_sign_of_a_comment_is_a_name_like_another(base):
+    assert load_config(base, ["training.save_dir=#mine"]).training.save_dir == "#mine"
+
+
+def test_nothing_behind_the_equals_sign_is_refused(base):
+    """`--set training.save_dir=$OUT` with OUT unset must not mean another run."""
+    with pytest.raises(
+        ConfigError, match=r"^--set: got 'training.save_dir=', with noth"
+    ):
+        load_config(base, ["training.save_dir="])
+
+
+@pytest.mark.parametrize(
+    "path", ["training.save_dir", "data.train_data_path", "data.source"]
+)
+def test_a_path_may_begin_with_the_home_folder(base, monkeypatch, path):
+    """No shell expands ~ behind an equals sign."""
+    monkeypatch.setenv("HOME", "/somewhere")
+    config = load_config(base, [f"{path}=~/x"])
+    section, key = path.split(".")
+    assert getattr(getattr(config, section), key) == "/somewhere/x"
+
+
+def test_letters_swapped_are_one_mistake():
+    assert nearest("modle", ["model", "training", "data"]) == "model"
+    assert edit_distance("modle", "model") == edit_distance("ab", "ba") == 1
+    assert edit_distance("abc", "cab") == 2
 
 
 def test_an_override_replaces_the_other_of_an_exclusive_pair(base):

@@ -315,6 +315,12 @@ def test_a_notebook_with_conflict_marks_is_named(pair):
     assert "notebooks/01_a.ipynb: not a notebook (a merge?)" in pair.refusal()
 
 
+def test_json_of_something_else_is_named(pair):
+    path = pair.make(("print(1)", "", said("1\n")))
+    path.with_suffix(".ipynb").write_text("[]")
+    assert "notebooks/01_a.ipynb: not a notebook (a merge?)" in pair.refusal()
+
+
 def test_a_missing_half_is_named(pair):
     path = pair.make(("print(1)", "", said("1\n")))
     path.rename(path.with_name("02_b.py"))

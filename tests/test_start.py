@@ -235,6 +235,25 @@ def test_a_model_that_no_memory_holds_is_refused(prepared, tmp_path, monkeypatch
     assert train("--config", path, "--dry-run").exit_code == 0
 
 
+@pytest.mark.parametrize("how", [[], ["--dry-run"]])
+def test_a_run_folder_inside_its_source_is_refused(by_source, tmp_path, how):
+    """Its checkpoints would be text of the next run."""
+    run = ["--set", "training.save_dir=a/run"]
+    result = train(*by_source("a"), *run, *how)
+    assert result.exit_code == 2
+    assert "a/run: it lies inside the source a" in result.stderr
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["text.txt"]
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_named(prepared, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("mine")
+    config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
+    result = train("--config", config)
+    assert result.exit_code == 2
+    assert "run: checkpoints is not a folder" in result.stderr
+
+
 def test_what_lies_in_the_place_of_the_lock_is_named(prepared, tmp_path):
     (tmp_path / "run" / "run.lock").mkdir(parents=True)
     config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")

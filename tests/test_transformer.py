@@ -678,6 +678,14 @@ def test_previous_documents_that_do_not_fit_are_refused(options, error, words):
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["tokens", "targets", "doc_ids"])
+def test_what_is_no_tensor_is_named(name):
+    arguments = {"tokens": random_tokens()} | {name: [[1, 2]]}
+    with pytest.raises(TypeError, match=f"^{name} is list; wanted a tensor$"):
+        random_model()(**arguments)
+
+
+@pytest.mark.bad_input
 def test_one_state_for_each_layer_is_wanted():
     g = torch.Generator().manual_seed(0)
     state = complex_normal(2, 2, 4, 6, generator=g)

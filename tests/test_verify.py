@@ -19,10 +19,12 @@ from trainer_cases import new_run, prepare_corpus, run_config, write_corpus
 from typer.testing import CliRunner
 
 import mamba3lite.data.prepare as prepare_module
+import mamba3lite.verify as verify_module
 from mamba3lite.cli import app
 from mamba3lite.data import DataError
 from mamba3lite.data.prepare import prepare
 from mamba3lite.data.shards import load_index
+from mamba3lite.training.checkpoint import CheckpointError
 from mamba3lite.training.data import PretrainDataset, TokenStream
 
 
@@ -129,6 +131,29 @@ def test_an_index_that_its_shards_belie_is_named(sound, tokens, change, faults):
     options = {"val_fraction": 0.2, "progress": lambda *_: None}
     prepare(sound / "text", "byte", tokens, **options)
     assert verify(tokens).exit_code == 0
+
+
+def test_a_checkpoint_that_goes_meanwhile_is_no_fault(tmp_path, monkeypatch):
+    """A run that trains deletes its old ones."""
+    path = tmp_path / "run" / "checkpoints" / "step_00000001"
+    path.mkdir(parents=True)
+
+    def vanish(path):
+        path.rmdir()
+        raise CheckpointError(f"{path}: model.safetensors is missing")
+
+    monkeypatch.setattr(verify_module, "verify_checkpoint", vanish)
+    said = []
+    assert verify_module.verify_folder(tmp_path / "run", said.append) == []
+    assert said == [f"{path}: deleted meanwhile, as a run does with old ones"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "run.lock"])
+def test_data_are_not_prepared_in_the_folder_of_a_run(sound, tmp_path, name):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    options = {"val_fraction": 0.2, "progress": lambda *_: None}
+    with pytest.raises(DataError, match=rf"run holds a run \({name}\); choose another"):
+        prepare(sound / "text", "byte", tmp_path / "run", **options)
 
 
 def test_a_huge_shard_makes_no_index_huge(tokens):

@@ -45,7 +45,11 @@ def from_source(text: str) -> NotebookNode:
 
 def load_stored(path: Path) -> NotebookNode:
     """The .ipynb beside `path`, as it is; raises NotJSONError if it is none."""
-    return nbformat.read(path.with_suffix(".ipynb"), as_version=nbformat.NO_CONVERT)
+    stored = path.with_suffix(".ipynb")
+    try:
+        return nbformat.read(stored, as_version=nbformat.NO_CONVERT)
+    except (AttributeError, KeyError, TypeError) as error:  # JSON of something else
+        raise nbformat.reader.NotJSONError(f"{stored}: {error}") from error
 
 
 def dumps(notebook: NotebookNode) -> str:

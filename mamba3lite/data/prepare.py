@@ -245,6 +245,9 @@ def check_arguments(
         )
     if out == Path():
         raise DataError("out: got the current folder, wanted one of its own")
+    for name in ("checkpoints", "run.lock"):
+        if os.path.lexists(out / name):
+            raise DataError(f"out: {out} holds a run ({name}); choose another folder")
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise DataError(f"workers: got {workers}, wanted 1 to {MOST_WORKERS}")
     if is_streamed(source):

@@ -414,13 +414,15 @@ class Mamba3Transformer(nn.Module):
             raise ValueError(f"reduction is {reduction!r}; wanted 'mean' or 'sum'")
         if targets is not None and return_states:
             raise ValueError("return_states goes with logits; leave targets out")
+        given = {"tokens": tokens, "targets": targets, "doc_ids": doc_ids}
+        for name, ids in given.items():
+            if not isinstance(ids, Tensor) and (ids is not None or name == "tokens"):
+                raise TypeError(f"{name} is {type(ids).__name__}; wanted a tensor")
         if tokens.ndim != 2 or not tokens.numel():
             raise ValueError(
                 f"tokens has shape {tuple(tokens.shape)}; wanted (B, T), neither 0"
             )
-        for name, ids in zip(
-            ("tokens", "targets", "doc_ids"), (tokens, targets, doc_ids), strict=True
-        ):
+        for name, ids in given.items():
             if ids is None:
                 continue
             if ids.dtype not in (torch.int32, torch.int64):

@@ -193,6 +193,8 @@ def _write_files(folder: Path, weights, moments, state: dict[str, Any]) -> None:
     _save_tensors(weights, folder / MODEL)
     _save_tensors(moments, folder / OPTIMIZER)
     _write_json(folder / STATE, {"format": FORMAT, **state})
+    for name in (MODEL, OPTIMIZER):  # safetensors gives them to their owner alone
+        shutil.copymode(folder / STATE, folder / name)
     for name in FILES:
         _fsync(folder / name)
     files = {name: _fingerprint(folder / name) for name in FILES}
@@ -375,8 +377,8 @@ def newest_checkpoint(root: Path, log: Callable[[str], None]) -> Path | None:
             log(f"[warn] bad checkpoint, trying the next older: {error}")
     if candidates:
         raise CheckpointError(
-            f"{root}: none of its {len(candidates)} checkpoints is intact; move them "
-            "away to start over"
+            f"{root}: none of its {len(candidates)} checkpoints can be used, for the "
+            "reasons above; a run that starts anew wants another folder"
         )
     return None
 

@@ -8,6 +8,7 @@ a float, ``yes`` and ``on`` are strings, and a key given twice is an error.
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from importlib import resources
@@ -304,6 +305,8 @@ ALIASES = {
     "val_split": "data.val_fraction",
 }
 
+PATHS = ("training.save_dir", "data.train_data_path", "data.source")
+
 # Of each pair a run has one: an override of either replaces the other in the file.
 EXCLUSIVE = {
     "training.total_steps": ("training.total_tokens",),
@@ -521,11 +524,21 @@ def load_config(name: str, overrides: Iterable[str] = ()) -> RunConfig:
     overridden: list[str] = []
     for override in overrides:
         overridden.append(_apply_override(raw, override, overridden))
+    _expand_home(raw)
     config = check_config(raw, label, overridden)
     if config.training.save_dir is not None:
         return config
     training = config.training.model_copy(update={"save_dir": f"runs/{path.stem}"})
     return config.model_copy(update={"training": training})
+
+
+def _expand_home(raw: dict) -> None:
+    """Write the user's folder for ~, which no shell does behind a =."""
+    for section, key in (path.split(".") for path in PATHS):
+        values = raw.get(section)
+        given = values.get(key) if isinstance(values, dict) else None
+        if isinstance(given, str) and given.startswith("~"):
+            values[key] = os.path.expanduser(given)
 
 
 def check_config(raw: dict, label: str, overridden: Iterable[str] = ()) -> RunConfig:
@@ -586,6 +599,11 @@ def _apply_override(raw: dict, override: str, earlier: list[str]) -> str:
             f"--set: got {_cut(override)}, but {section} is a section; name one of its "
             f"settings, {section}.KEY=value (settings: {settings})"
         )
+    if equals and not text:
+        raise ConfigError(
+            f"--set: got {_cut(override)}, with nothing behind the =; null unsets a "
+            "setting"
+        )
     if not (equals and dot and section and key):
         near = _suggestion("", dotted)
         hint = f"; did you mean {near}?" if near else ""
@@ -618,6 +636,8 @@ def _scalar(text: str) -> Any:
         value = parse_yaml(text)
     except ConfigError:
         return text
+    if value is None and text not in ("null", "Null", "NULL", "~"):
+        return text  # nothing but the sign of a comment and what follows
     quoted = text[:1] in ("'", '"', "!")
     return text if isinstance(value, dict | list | str) and not quoted else value
 
@@ -703,12 +723,13 @@ def _most_changes(word: str) -> int:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Letters to insert, delete or change to turn one word into the other."""
-    row = list(range(len(b) + 1))
+    """Letters to insert, delete, change or swap to turn one word into the other."""
+    above, row = [], list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
+        two_above, above, row = above, row, [i]
         for j, y in enumerate(b, 1):
-            change = diagonal + (x != y)
-            diagonal = row[j]
-            row[j] = min(row[j] + 1, row[j - 1] + 1, change)
+            change = above[j - 1] + (x != y)
+            row.append(min(above[j] + 1, row[j - 1] + 1, change))
+            if i > 1 and j > 1 and x == b[j - 2] and y == a[i - 2]:
+                row[j] = min(row[j], two_above[j - 2] + 1)
     return row[-1]

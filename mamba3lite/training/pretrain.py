@@ -31,7 +31,13 @@ from torch import Tensor, nn
 
 import mamba3lite
 from mamba3lite.data import DataError
-from mamba3lite.data.corpora import DEFAULT_SOURCE, source_name, zlib_bits_per_byte
+from mamba3lite.data.corpora import (
+    DEFAULT_SOURCE,
+    is_named,
+    source_name,
+    source_parts,
+    zlib_bits_per_byte,
+)
 from mamba3lite.data.prepare import prepare_beside, prepared_in
 from mamba3lite.data.shards import load_index
 from mamba3lite.generate import LogitsError, stream
@@ -1109,10 +1115,24 @@ def train(config: RunConfig, resume: str, display: Display, ranks: Ranks) -> int
     return 130 if run.stop.received == signal.SIGINT else 0
 
 
+def require_places(run_dir: Path, data: DataConfig) -> None:
+    """Refuse a run folder that cannot be one, or whose files would become text.
+
+    Raises: RunError as `require_run_folder`, and for a folder inside the source.
+    """
+    require_run_folder(run_dir)
+    if data.train_data_path is not None:
+        return
+    for part in source_parts(data.source or DEFAULT_SOURCE):
+        place = Path(part).resolve()
+        if not is_named(part) and run_dir.resolve().is_relative_to(place):
+            raise no_run_folder(run_dir, f"it lies inside the source {part}")
+
+
 def ready_data(config: RunConfig, log: Callable[[str], None]) -> Path:
     """The folder of the data, prepared unless the run has trained on it before."""
     run_dir = Path(config.training.save_dir)
-    require_run_folder(run_dir)
+    require_places(run_dir, config.data)
     folder = data_folder(config.data)
     if (former := folder_trained_on(run_dir, config.data)) is None:
         return prepare_data(config.data, folder, log)
@@ -1142,7 +1162,7 @@ def rehearsal_data(
 ) -> Path:
     """The folder of the data, or a temporary one that goes when the stack is left."""
     run_dir = Path(config.training.save_dir)
-    require_run_folder(run_dir)
+    require_places(run_dir, config.data)
     folder = data_folder(config.data)
     if (former := folder_trained_on(run_dir, config.data)) is not None:
         note_changed_source(config.data, folder, former, log)
@@ -1269,13 +1289,15 @@ def prepare_data(data: DataConfig, folder: Path, log: Callable[[str], None]) -> 
     fraction = data.val_fraction or DEFAULT_VAL_FRACTION
     log(f"Preparing {source} with the {data.tokenizer} tokenizer in {folder}")
     options = {"val_fraction": fraction}
-    folder, index = prepare_beside(source, data.tokenizer, folder, **options)
+    place, index = prepare_beside(source, data.tokenizer, folder, **options)
+    if place != folder:
+        log(f"{folder} holds other data; these are in {place}")
     for split, entry in index["splits"].items():
         log(
             f"{split}: {entry['documents']:,} documents, {entry['bytes']:,} bytes, "
             f"{entry['tokens']:,} tokens"
         )
-    return folder
+    return place
 
 
 def print_config(config: RunConfig, log: Callable[[str], None]) -> None:

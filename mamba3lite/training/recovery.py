@@ -69,6 +69,9 @@ def require_run_folder(run_dir: Path) -> None:
             raise no_run_folder(run_dir, f"{nearest} is not a folder")
         if (run_dir / "index.json").exists():
             raise no_run_folder(run_dir, "prepared data lie there")
+        root = run_dir / "checkpoints"
+        if os.path.lexists(root) and not root.is_dir():
+            raise no_run_folder(run_dir, "checkpoints is not a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise no_run_folder(run_dir, f"{nearest} cannot be written")
         if (run_dir / "run.lock").exists():
