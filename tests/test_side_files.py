@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import types
+import warnings
 
 import matplotlib.figure
 import pytest
@@ -303,6 +304,12 @@ def test_names_of_runs_are_text_in_a_plot(whole, tmp_path, monkeypatch):
     folders = [copy_of(whole.run_dir, side_files.Path(name)) for name in NAMES]
     plot_runs(folders, side_files.Path("all.png"))
     assert shown == [*NAMES[:-1], r"\x1b]0;x\x07"]
+    shown.clear()
+    long = copy_of(whole.run_dir, side_files.Path("x" * 180 + "end"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a legend wider than the picture
+        plot_runs([long], side_files.Path("long.png"))
+    assert shown == ["..." + "x" * 54 + "end"]
 
 
 def test_a_folder_with_a_name_of_markup_trains(prepared, tmp_path, capsys):

@@ -174,7 +174,8 @@ def _draw_runs(runs: dict[str, list[dict]]) -> Figure:
     # Names are text: neither mathematics between dollars, nor hidden by an underscore.
     for text, name in zip(legend.get_texts(), runs, strict=True):
         text.set_parse_math(False)
-        text.set_text(printable(name))
+        name = printable(name)
+        text.set_text(name if len(name) <= 60 else f"...{name[-57:]}")
     return figure
 
 
