@@ -38,7 +38,11 @@ def verify_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
         return verify_prepared(folder, say)
     if (folder / MANIFEST).exists() or folder.name.startswith("step_"):
         return verify_checkpoints([folder], say)
-    if found := checkpoints_of(folder):
+    try:
+        found = checkpoints_of(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    if found:
         return verify_checkpoints(found, say)
     return [
         f"{folder}: found no index.json of prepared data, and no checkpoint step_... "

@@ -460,6 +460,8 @@ def test_a_folder_that_cannot_be_listed_is_no_fresh_start(nobody):
     os.chmod(root, 0o300)
     with pytest.raises(CheckpointError, match=r"cannot be read \(Permission denied"):
         newest_checkpoint(root, pytest.fail)
+    fault = f"{root}: cannot be read (Permission denied)"
+    assert verify_folder(nobody, pytest.fail) == [fault]
     os.chmod(root, 0o700)
 
 

@@ -15,9 +15,8 @@ from fault_cases import copy_of, on_cpu
 from matplotlib.figure import Figure
 from trainer_cases import StopsAfter, new_run, prepare_corpus, run_config, write_config
 
-from mamba3lite.data import DataError
 from mamba3lite.training.checkpoint import checkpoints_of, step_of
-from mamba3lite.training.pretrain import PretrainDataset, Pretrainer, run_training
+from mamba3lite.training.pretrain import Pretrainer, run_training
 from mamba3lite.verify import verify_folder
 
 pytestmark = [on_cpu, pytest.mark.slow]
@@ -93,42 +92,26 @@ def test_a_flip_in_a_run_folder_changes_no_weight_and_stops_no_run(
     assert names > expected | {"model.safetensors", "state.json", "manifest.json"}
 
 
-def windows(folder: Path) -> list:
-    """Every window of both splits, and all that counts and text need."""
-    found = []
-    for split in ("train", "val"):
-        data = PretrainDataset(folder, 32, 0, split)
-        batches = [part.tolist() for b in data.eval_batches(64) for part in b]
-        about = data.vocab_size, data.eos_id, data.n_bytes, data.tokenizer.name
-        found.append((batches, data.text_bytes(), about))
-    return found
-
-
-def test_a_flip_in_a_data_folder_is_named_or_changes_nothing(
+def test_a_flip_in_a_data_folder_is_named_or_changes_no_weight(
     honest, tmp_path, capsys, stub_pictures
 ):
-    expected = windows(honest / "tokens")
     refused = 0
-    for number, (file, place, bit) in enumerate(flips(honest / "tokens", each=40)):
-        folder = copy_of(honest / "tokens", tmp_path / str(number))
+    for number, (file, place, bit) in enumerate(flips(honest / "tokens", each=6)):
+        folder = copy_of(honest / "tokens", tmp_path / f"tokens{number}")
+        run_dir = copy_of(honest / "stopped", tmp_path / f"run{number}")
         flip(folder / file, place, bit)
+        config = tmp_path / "config.yaml"
+        write_config(config, folder, run_dir, **OFTEN)
+        code = run_training(str(config))
+        captured = capsys.readouterr()
         faults = verify_folder(folder, lambda line: None)
-        case = file, place, bit, faults
-        try:
-            assert windows(folder) == expected and not faults, case
-        except DataError as error:
-            assert str(file) in str(error) and "\n" not in str(error), case
-            assert len(faults) == 1 and str(file) in faults[0], case
+        case = file, place, bit, captured, faults
+        assert code == (2 if faults else 0), case
+        if faults:
             refused += 1
-        if number % 12 == 0:
-            run_dir = copy_of(honest / "stopped", tmp_path / f"run{number}")
-            config = tmp_path / "config.yaml"
-            write_config(config, folder, run_dir, **OFTEN)
-            code = run_training(str(config))
-            captured = capsys.readouterr()
-            if faults:
-                assert code == 2 and str(file) in captured.err, captured
-                assert captured.err.count("\n") == 1, captured
-            else:
-                assert code == 0 and trained(run_dir) == trained(honest / "finished")
-    assert refused > 100
+            assert len(faults) == 1 and str(folder / file) in faults[0], case
+            assert captured.err.count("\n") == 1, case
+            assert str(folder / file) in captured.err, case
+        else:
+            assert trained(run_dir) == trained(honest / "finished"), case
+    assert refused > number // 2
