@@ -32,7 +32,7 @@ CHOICES = {
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
 BUSY = (0, 1, 2, 3)
-SECONDS, ROUNDS, WARM_UP = 5.0, 5, 3
+SECONDS, ROUNDS, WARM_UP = 3.0, 5, 3
 
 
 def steps(data: Path, seconds: float) -> float:
