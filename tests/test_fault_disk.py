@@ -127,8 +127,8 @@ def test_fault_07_none_intact_is_an_error_and_never_a_restart(
     before = contents(folder)
     assert run_training(str(config)) == 2
     assert capsys.readouterr().err == (
-        f"mamba3lite train: {folder / 'checkpoints'}: none of its 2 checkpoints is "
-        "intact; move them away to start over\n"
+        f"mamba3lite train: {folder / 'checkpoints'}: none of its 2 checkpoints can "
+        "be used, for the reasons above; a run that starts anew wants another folder\n"
     )
     assert contents(folder) == before
 
