@@ -161,7 +161,7 @@ def rotated(
     kernel for real decays gives the same y from these four.
     """
     x, B_t, C_t, dt = streams_of(proj.double(), shape)
-    log_decay = _log_decay(dt.float(), A, None)
+    log_decay = _log_decay(dt.float(), A)
     turn = torch.polar(torch.ones_like(log_decay.imag), log_decay.imag.cumsum(1))
     k, q = B_t * turn.conj().unsqueeze(-1), C_t * turn.unsqueeze(-1)
     q, k = torch.cat([q.real, -q.imag], -1), torch.cat([k.real, k.imag], -1)
@@ -250,7 +250,7 @@ def part_inputs(part: str, shape: Shape, device: torch.device) -> list[Tensor]:
 def chunk_inputs(inputs: list[Tensor], chunk: int) -> list[Tensor]:
     """Bc, Cc, Xc, A_log, decay_states, all complex, cut from the inputs of a scan."""
     x, A, B_t, C_t, dt = inputs
-    parts = (x.to(B_t.dtype), B_t, C_t, _log_decay(dt, A, None))
+    parts = (x.to(B_t.dtype), B_t, C_t, _log_decay(dt, A))
     Xc, Bc, Cc, A_log = (_to_chunks(z, chunk) for z in parts)
     total = A_log.cumsum(2)
     decay_states = _exp(total[:, :, -1:] - total, B_t.dtype)

@@ -35,7 +35,7 @@
 # %% tags=["export"]
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Complex, Float, Inexact, Shaped
+from jaxtyping import Bool, Complex, Float, Inexact, Int, Shaped
 from torch import Tensor
 
 # %% [markdown]

@@ -25,7 +25,7 @@ __all__ = [
 # %% notebooks/01_zoh_discretization.py#the-tools
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Complex, Float, Inexact, Shaped
+from jaxtyping import Bool, Complex, Float, Inexact, Int, Shaped
 from torch import Tensor
 
 
@@ -246,12 +246,25 @@ def causal_decay(
 
     Source: notebook 03, "The causal matrix"; arXiv 2405.21060, section 6.
     """
-    total = log_magnitude.cumsum(-1)
+    return _decay_between(log_magnitude.cumsum(-1), None, dtype)
+
+
+def _decay_between(
+    total: Float[Tensor, "*batch C"],
+    documents: Int[Tensor, "*batch C"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*batch C C"]:
+    """`causal_decay` from running sums of the log decays.
+
+    Args: documents: the document of every position; 0 between two of them.
+    """
     span = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(dtype)
     steps = span.shape[-1]
-    future = torch.ones(steps, steps, dtype=torch.bool, device=span.device).triu(1)
+    apart = torch.ones(steps, steps, dtype=torch.bool, device=span.device).triu(1)
+    if documents is not None:
+        apart = apart | (documents.unsqueeze(-1) != documents.unsqueeze(-2))
     # Select before exp: above the diagonal the exponent is positive and exp overflows.
-    return span.masked_fill_(future, -torch.inf).exp_()
+    return span.masked_fill_(apart, -torch.inf).exp_()
 
 
 # %% notebooks/03_chunkwise_ssd.py#a-phase-factors-a-magnitude-must-not
@@ -272,6 +285,119 @@ def _real_product(
     return _pairs(u.conj().resolve_conj()) @ _pairs(v).mT
 
 
+# %% notebooks/03_chunkwise_ssd.py#boundaries
+# Below these real log decays the exponential is 0 in the dtype.
+_FADED = {torch.float32: -104.0, torch.float64: -745.2}
+
+
+def _boundaries(
+    log_decay: Complex[Tensor, "B T H"],
+    reset: Bool[Tensor, "B T"] | None,
+    dtype: torch.dtype,
+) -> Bool[Tensor, "B T H"]:
+    """Steps that nothing passes: a document starts, or the factor is 0 in dtype, real.
+
+    Source: notebook 03, "Boundaries".
+    """
+    faded = log_decay.real < _FADED[dtype]
+    return faded if reset is None else faded | reset.unsqueeze(-1)
+
+
+def _sums_within(
+    log_decay: Complex[Tensor, "*batch C"], documents: Int[Tensor, "*batch C"] | None
+) -> Complex[Tensor, "*batch C"]:
+    """Running sums of the log decays that begin at 0 where a document starts.
+
+    A sum never holds what lies before its start, so that no rounding and no gradient
+    of one document reaches another; a running sum less its value at the start would.
+
+    Args: documents: the number of boundaries met in the chunk so far; None for none.
+
+    Source: notebook 03, "Boundaries".
+    """
+    if documents is None:
+        return log_decay.cumsum(-1)
+    starts = documents.diff(dim=-1, prepend=torch.zeros_like(documents[..., :1])) != 0
+    total, step = log_decay.masked_fill(starts, 0), 1
+    while step < total.shape[-1]:
+        apart = documents[..., step:] != documents[..., :-step]
+        added = total[..., :-step].masked_fill(apart, 0) + total[..., step:]
+        total = torch.cat([total[..., :step], added], dim=-1)
+        step *= 2
+    return total
+
+
+# %% notebooks/03_chunkwise_ssd.py#the-gradient-of-a-step
+def _rows_less_columns(
+    pairs: Inexact[Tensor, "*batch C C"],
+) -> Inexact[Tensor, "*batch C"]:
+    """Row sums less column sums below the diagonal, in double precision."""
+    dtype = torch.complex128 if pairs.is_complex() else torch.float64
+    pairs = pairs.tril(-1).to(dtype)
+    return pairs.sum(-1) - pairs.sum(-2)
+
+
+class _DecayedScores(torch.autograd.Function):
+    """M = L * (C B^T) of every chunk: its real part, or all of it.
+
+    L[l, s] = exp(total[l] - total[s]) for s <= l in one document, else 0. The gradient
+    of `total` is summed over pairs s < l: the diagonal, on which nothing decays, would
+    cancel between two sums, to rounding only.
+
+    Args:
+        C, B: (*batch, C, N), read and write vectors.
+        total: (*batch, C) complex128, running sums of the log decays.
+        documents: (*batch, C), the document of every position, or None.
+        real: whether M is Re(L * C B^T).
+
+    Source: notebook 03, "The gradient of a step".
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(C, B, total, documents, real):
+        read, write, _ = _turned(C, B, total.imag)
+        if real:
+            scores = _pairs(read) @ _pairs(write).mT
+        else:
+            scores = read.conj() @ write.mT
+        return scores.mul_(_decay_between(total.real, documents, B.real.dtype))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *kept, ctx.real = inputs
+        ctx.save_for_backward(*kept, output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # All is computed from what was saved, so that it can be differentiated again.
+        C, B, total, documents, M = ctx.saved_tensors
+        read, write, turn = _turned(C, B, total.imag)
+        inside = grad * _decay_between(total.real, documents, B.real.dtype)
+        if ctx.real:
+            u, v = _pairs(read), _pairs(write)
+            to_read, to_write = inside @ v, inside.mT @ u
+            to_read, to_write = (
+                torch.view_as_complex(z.unflatten(-1, (-1, 2)))
+                for z in (to_read, to_write)
+            )
+            turned = inside * (_pairs(read * -1j) @ v.mT)
+            steps = torch.complex(
+                _rows_less_columns(grad * M), _rows_less_columns(turned)
+            )
+        else:
+            to_read, to_write = inside.conj() @ write, inside.mT @ read
+            steps = _rows_less_columns(grad * M.conj())
+        return (to_read * turn).conj(), to_write * turn, steps, None, None
+
+
+def _turned(C, B, angle):
+    """conj(e^(i angle) C), e^(-i angle) B, and e^(i angle)."""
+    turn = _unit_phase(angle, B.dtype).unsqueeze(-1)
+    return (C * turn).conj_physical_(), B * turn.conj(), turn
+
+
 # %% notebooks/03_chunkwise_ssd.py#one-chunk
 def per_chunk_ssd_pytorch(
     Bc: Complex[Tensor, "B nc C H N"],
@@ -279,11 +405,12 @@ def per_chunk_ssd_pytorch(
     Xc: Inexact[Tensor, "B nc C H P"],
     A_log: Complex[Tensor, "B nc C H"],
     decay_states: Complex[Tensor, "B nc C H"],
+    documents: Int[Tensor, "B nc C H"] | None = None,
 ) -> tuple[Inexact[Tensor, "B nc C H P"], Complex[Tensor, "B nc H P N"]]:
     """Everything that happens inside a chunk, for all chunks at once.
 
     Y_diag = ((C B^T) * L) X and state = sum_s decay_states[s] B_s x_s^T, with
-    L[l, s] = exp(sum of A_log over s+1..l) for s <= l, else 0.
+    L[l, s] = exp(sum of A_log over s+1..l) for s <= l in one document, else 0.
 
     Args:
         Bc, Cc: write and read vectors.
@@ -292,6 +419,8 @@ def per_chunk_ssd_pytorch(
             taken in float64; complex128 keeps them exact to that precision.
         decay_states: factor from each position to the right edge of its chunk, taken
             as given.
+        documents: how many documents have started in the chunk so far, per head; the
+            A_log of a step with which one starts is not used. None for no start.
 
     Returns:
         `(Y_diag, state)`: Y_diag complex for complex Xc, and Re(L * C B^T) X, real,
@@ -301,16 +430,15 @@ def per_chunk_ssd_pytorch(
     """
     Bc, Cc, Xc = (z.transpose(2, 3) for z in (Bc, Cc, Xc))  # (B, nc, H, C, .)
     A_log, decay_states = A_log.transpose(2, 3), decay_states.transpose(2, 3)
-    magnitude = causal_decay(A_log.real.double(), Bc.real.dtype)
-    phase = _unit_phase(A_log.imag.double().cumsum(-1), Bc.dtype).unsqueeze(-1)
-    read, write = Cc * phase, Bc * phase.conj()
+    documents = None if documents is None else documents.transpose(2, 3)
+    total = _sums_within(A_log.to(torch.complex128), documents)
+    real = not Xc.is_complex()
+    Y_diag = _DecayedScores.apply(Cc, Bc, total, documents, real) @ Xc
     kept = Bc * decay_states.to(Bc.dtype).unsqueeze(-1)
-    if Xc.is_complex():
-        Y_diag = (magnitude * (read @ write.mT)) @ Xc
-        state = Xc.mT @ kept
-    else:
-        Y_diag = (magnitude * _real_product(read, write)) @ Xc
+    if real:
         state = torch.view_as_complex((Xc.mT @ _pairs(kept)).unflatten(-1, (-1, 2)))
+    else:
+        state = Xc.mT @ kept
     return Y_diag.transpose(2, 3), state
 
 
@@ -340,16 +468,21 @@ def _pass_states(
 def _pass_states_at_once(
     state: Complex[Tensor, "B nc H P N"],
     total: Complex[Tensor, "B nc H"],
+    closed: Bool[Tensor, "B nc H"],
     initial_states: Complex[Tensor, "B H P N"],
 ) -> tuple[Complex[Tensor, "B nc H P N"], Complex[Tensor, "B H P N"]]:
     """`_pass_states` in one product, for a number of chunks that is not known.
 
-    Args: total: log decay of each chunk, complex128.
+    Args:
+        total: log decay of each chunk, complex128.
+        closed: chunks with a boundary, which nothing passes.
     """
     dtype = state.dtype
-    steps = F.pad(total.transpose(1, 2), (1, 0))  # the initial state is a chunk, too
-    angle = steps.imag.cumsum(-1)
-    magnitude = causal_decay(steps.real, state.real.dtype)
+    # The initial state is a chunk, too.
+    total, closed = (F.pad(z.transpose(1, 2), (1, 0)) for z in (total, closed))
+    steps = total.cumsum(-1)
+    magnitude = _decay_between(steps.real, closed.cumsum(-1), state.real.dtype)
+    angle = steps.imag
     added = torch.cat([initial_states.unsqueeze(1), state], dim=1).transpose(1, 2)
     turned = added.flatten(-2) * _unit_phase(-angle, dtype).unsqueeze(-1)
     carry = torch.view_as_complex((magnitude @ _pairs(turned)).unflatten(-1, (-1, 2)))
@@ -360,22 +493,12 @@ def _pass_states_at_once(
 
 # %% notebooks/03_chunkwise_ssd.py#log-decays-that-stay-small
 def _log_decay(
-    dt: Float[Tensor, "B T H"],
-    A: Complex[Tensor, "H"],
-    reset: Bool[Tensor, "B T"] | None,
+    dt: Float[Tensor, "B T H"], A: Complex[Tensor, "H"]
 ) -> Complex[Tensor, "B T H"]:
-    """Log decay of each step in complex128, its angle reduced to [-pi, pi].
-
-    At a reset the log decay is a constant so negative that its exponential is exactly
-    0 in the working precision: -200, or -800 for double inputs.
-    """
+    """Log decay of each step in complex128, its angle reduced to [-pi, pi]."""
     log_decay = F.softplus(dt.double()) * A.to(torch.complex128)
     turns = (log_decay.imag.detach() / (2 * torch.pi)).round()
-    log_decay = log_decay - torch.complex(torch.zeros_like(turns), turns * 2 * torch.pi)
-    if reset is not None:
-        forget = -200.0 if dt.dtype == torch.float32 else -800.0
-        log_decay = log_decay.masked_fill(reset.unsqueeze(-1), forget)
-    return log_decay
+    return log_decay - torch.complex(torch.zeros_like(turns), turns * 2 * torch.pi)
 
 
 @torch.no_grad()
@@ -420,9 +543,15 @@ def _keep_documents_apart(
     return clean, (spoiled | read).unsqueeze(-1), spoiled[:, -1, :, None, None]
 
 
-def _exp(log_factor: Complex[Tensor, "*shape"], dtype: torch.dtype) -> Tensor:
-    """exp of a complex128 log factor, cast to the complex working dtype."""
-    return log_factor.exp().to(dtype)
+def _exp(
+    log_factor: Complex[Tensor, "*shape"],
+    dtype: torch.dtype,
+    apart: Bool[Tensor, "*shape"] | None = None,
+) -> Complex[Tensor, "*shape"]:
+    """exp of a complex128 log factor, cast to the complex working dtype; 0 if apart."""
+    if apart is None:
+        return log_factor.exp().to(dtype)
+    return log_factor.masked_fill(apart, 0).exp().to(dtype).masked_fill(apart, 0)
 
 
 # %% notebooks/03_chunkwise_ssd.py#the-whole-scan
@@ -548,10 +677,12 @@ def ssd_complex_chunkwise(
         apart = _keep_documents_apart(x, B_t, C_t, dt, initial_states, reset)
     if apart is not None:
         (x, B_t, C_t, dt, initial_states), no_output, no_state = apart
+    log_decay = _log_decay(dt, A)
+    boundary = _boundaries(log_decay, reset, dt.dtype)
     # States stay in float32: autocast must not reach the products below.
     with _without_autocast(x.device.type):
         y, final_states = _scan_chunks(
-            *(x, B_t, C_t, _log_decay(dt, A, reset), initial_states),
+            *(x, B_t, C_t, log_decay, boundary, initial_states),
             *(chunk_size, ssd_dispatch, precision),
         )
     if apart is not None:
@@ -575,8 +706,9 @@ def _without_autocast(device_type: str):
 
 
 def _scan_chunks(
-    x, B_t, C_t, log_decay, initial_states, chunk_size, ssd_dispatch, precision
-):
+    x, B_t, C_t, log_decay, boundary, initial_states, chunk_size, ssd_dispatch,
+    precision,
+):  # fmt: skip
     """Cut into chunks, solve each, pass the states, add what they read."""
     dtype, time, chunk = B_t.dtype, x.shape[1], chunk_size
     exporting = torch.compiler.is_exporting()
@@ -585,19 +717,24 @@ def _scan_chunks(
         chunk = min(chunk_size, time)
     # Padding the log decay with 0 leaves the final state alone; dt = 0 would decay it.
     Xc, Bc, Cc, A_log = (_to_chunks(z, chunk) for z in (x, B_t, C_t, log_decay))
-    A_cumsum = A_log.cumsum(2)
-    total = A_cumsum[:, :, -1:]
+    documents = _to_chunks(boundary, chunk).cumsum(2, dtype=torch.int32)
+    A_cumsum = _sums_within(A_log.mT, documents.mT).mT
+    total, last = A_cumsum[:, :, -1:], documents[:, :, -1:]
+    # From the last position to the edge nothing decays: 0, and no gradient.
+    to_edge = F.pad(total - A_cumsum[:, :, :-1], (0, 0, 0, 1))
+    decay_states = _exp(to_edge, dtype, documents != last)
     Y_diag, state = _solve_chunks(
-        *(ssd_dispatch, precision),
-        *(Bc, Cc, Xc, A_log, _exp(total - A_cumsum, dtype)),
+        *(ssd_dispatch, precision), *(Bc, Cc, Xc, A_log, decay_states, documents)
     )
-    total = total.squeeze(2)
+    total, closed = total.squeeze(2), last.squeeze(2) > 0
     if exporting:
-        entering, final_states = _pass_states_at_once(state, total, initial_states)
+        entering, final_states = _pass_states_at_once(
+            state, total, closed, initial_states
+        )
     else:
-        decay = _exp(total, dtype)
+        decay = _exp(total, dtype, closed)
         entering, final_states = _pass_states(state, decay, initial_states)
-    read = Cc * _exp(A_cumsum, dtype).unsqueeze(-1)
+    read = Cc * _exp(A_cumsum, dtype, documents > 0).unsqueeze(-1)
     Y_off = _real_product(read.transpose(2, 3), entering).transpose(2, 3)
     y = Y_diag.real + Y_off if Y_diag.is_complex() else Y_diag + Y_off
     y = y.flatten(1, 2)
@@ -635,10 +772,10 @@ def _scan_fused(x, A, B_t, C_t, dt, chunk_size, precision, initial_states, reset
     )
 
 
-def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):
+def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states, documents):
     """The inside of all chunks, by the function that the dispatch names."""
     if ssd_dispatch == "pytorch":
-        return per_chunk_ssd_pytorch(Bc, Cc, Xc, A_log, decay_states)
+        return per_chunk_ssd_pytorch(Bc, Cc, Xc, A_log, decay_states, documents)
     if Bc.dtype != torch.complex64:
         raise TypeError(
             f"B_t is {Bc.dtype}; ssd_dispatch={ssd_dispatch!r} takes single precision "
@@ -649,5 +786,5 @@ def _solve_chunks(ssd_dispatch, precision, Bc, Cc, Xc, A_log, decay_states):
 
     Xc, A_log = Xc.to(Bc.dtype), A_log.to(Bc.dtype)
     return per_chunk_ssd_triton(
-        Bc, Cc, Xc, A_log, decay_states, input_precision=precision
+        Bc, Cc, Xc, A_log, decay_states, documents, input_precision=precision
     )
