@@ -623,9 +623,9 @@ assert all(torch.allclose(a, b) for a, b in zip(whole, halfway, strict=True))
 
 # %%
 def _per_chunk_ssd_triton_forward(
-    Bc, Cc, Xc, A_log, decay_states, input_precision="ieee"
+    Bc, Cc, Xc, A_log, decay_states, documents=None, input_precision="ieee"
 ):
-    return per_chunk_ssd_pytorch(Bc, Cc, Xc, A_log, decay_states)
+    return per_chunk_ssd_pytorch(Bc, Cc, Xc, A_log, decay_states, documents)
 
 
 # %% [markdown]
@@ -642,28 +642,30 @@ def _per_chunk_ssd_triton_forward(
 #   not computed.
 # - Gradients are enabled inside a backward only when somebody asked for a graph of it,
 #   for a second derivative. The result carries none, so that is refused.
-# - The last `None` belongs to `input_precision`, which has no gradient: backward
-#   returns one value for every argument of forward.
+# - The last two `None` belong to `documents`, whole numbers, and `input_precision`,
+#   which have no gradient: backward returns one value for every argument of forward.
 
 
 # %% tags=["export"]
 class _PerChunkSSDTriton(torch.autograd.Function):
     """The kernel forward; a backward that runs `per_chunk_ssd_pytorch` once more.
 
-    Forward keeps the five inputs and nothing else. Backward computes the same two
-    outputs again in PyTorch and lets autograd carry the incoming gradients through
+    Forward keeps the inputs and nothing else. Backward computes the same two outputs
+    again in PyTorch and lets autograd carry the incoming gradients through
     them.
 
     Source: notebook 04, "Recompute and inject".
     """
 
     @staticmethod
-    def forward(ctx, Bc, Cc, Xc, A_log, decay_states, input_precision="ieee"):
-        ctx.save_for_backward(Bc, Cc, Xc, A_log, decay_states)
+    def forward(
+        ctx, Bc, Cc, Xc, A_log, decay_states, documents=None, input_precision="ieee"
+    ):
+        ctx.save_for_backward(Bc, Cc, Xc, A_log, decay_states, documents)
         # An output that the loss does not use comes back as None, not as zeros.
         ctx.set_materialize_grads(False)
         return _per_chunk_ssd_triton_forward(
-            Bc, Cc, Xc, A_log, decay_states, input_precision
+            Bc, Cc, Xc, A_log, decay_states, documents, input_precision
         )
 
     @staticmethod
@@ -675,9 +677,10 @@ class _PerChunkSSDTriton(torch.autograd.Function):
             )
         # All five: C alone does not reach the state, and an output that depends on no
         # leaf has no graph to seed.
-        leaves = [z.detach().requires_grad_() for z in ctx.saved_tensors]
+        *inputs, documents = ctx.saved_tensors
+        leaves = [z.detach().requires_grad_() for z in inputs]
         with torch.enable_grad():
-            outputs = per_chunk_ssd_pytorch(*leaves)
+            outputs = per_chunk_ssd_pytorch(*leaves, documents)
         incoming = [
             torch.zeros_like(out) if grad is None else grad
             for out, grad in zip(outputs, (grad_y_diag, grad_state), strict=True)
@@ -685,7 +688,7 @@ class _PerChunkSSDTriton(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:5]
         used = [z for z, needed in zip(leaves, wanted, strict=True) if needed]
         found = iter(torch.autograd.grad(outputs, used, grad_outputs=incoming))
-        return *(next(found) if needed else None for needed in wanted), None
+        return *(next(found) if needed else None for needed in wanted), None, None
 
 
 # %% [markdown]
@@ -724,7 +727,8 @@ print("gradcheck holds at", ", ".join(DECAYS), "decay")
 class SeedsWithOnes(_PerChunkSSDTriton):
     @staticmethod
     def backward(ctx, grad_y_diag, grad_state):
-        leaves = [z.detach().requires_grad_() for z in ctx.saved_tensors]
+        *inputs, _ = ctx.saved_tensors
+        leaves = [z.detach().requires_grad_() for z in inputs]
         with torch.enable_grad():
             Y, S = per_chunk_ssd_pytorch(*leaves)
             made_up = Y.real.sum() + S.real.sum()

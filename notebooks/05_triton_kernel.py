@@ -53,7 +53,7 @@ if not torch.cuda.is_available():
 import os
 
 import torch
-from jaxtyping import Complex
+from jaxtyping import Complex, Int
 from torch import Tensor
 
 from mamba3lite.models.ssd_complex import KernelUnavailable, _check_precision
@@ -476,19 +476,22 @@ print(f"sines and cosines: {direct.elements} direct, {factored.elements} factore
 # So `_decay` returns the magnitude $|L|$ alone, a real tile, and `_turn` multiplies
 # each row of a complex tile by a complex number of its own. There are no complex
 # numbers in Triton, so a complex tile is two real ones. In the magnitude the exponent
-# is *selected* before `tl.exp` sees it: where $s > l$ it becomes $-\infty$. The two
-# positions are arguments, `step` and `source`, because later only some of the sources
-# are looked at at a time.
+# is *selected* before `tl.exp` sees it: where $s > l$ it becomes $-\infty$, and so it
+# does between two documents. What documents are, notebook 03 says: the steps between
+# two boundaries, counted within a chunk, and the count is what the kernel is given. The
+# sources are arguments of their own, because later only some of them are looked at at a
+# time.
 
 # %% tags=["export"]
 if HAS_TRITON:
 
     @triton.jit
-    def _decay(U, U_source, step, source):
-        """exp(U[l] - U[s]) for s <= l, else 0: a (C, S) tile, exactly 1 at l = s."""
-        causal = step[:, None] >= source[None, :]
+    def _decay(U, U_source, step, source, document, document_source):
+        """exp(U[l] - U[s]) for s <= l in one document, else 0; exactly 1 at l = s."""
+        seen = step[:, None] >= source[None, :]
+        seen = seen & (document[:, None] == document_source[None, :])
         # Select before exp: above the diagonal the exponent is positive and overflows.
-        return tl.exp(tl.where(causal, U[:, None] - U_source[None, :], float("-inf")))
+        return tl.exp(tl.where(seen, U[:, None] - U_source[None, :], float("-inf")))
 
     @triton.jit
     def _turn(re, im, turn_re, turn_im):
@@ -516,7 +519,8 @@ def decay_alone(A_ptr, L_ptr, C: tl.constexpr, TURNED: tl.constexpr):
     step = tl.arange(0, C)
     A_re, A_im = _load_complex(A_ptr, step)
     U, V = tl.cumsum(A_re, 0), tl.cumsum(A_im, 0)
-    L_re = _decay(U, U, step, step)
+    one = tl.zeros((C,), tl.float32)  # all in one document
+    L_re = _decay(U, U, step, step, one, one)
     L_im = tl.zeros((C, C), tl.float32)
     if TURNED:
         L_re, L_im = turned(L_re, V)
@@ -680,7 +684,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _chunk_output(
-        B_ptr, C_ptr, X_ptr, U, V, row_step,
+        B_ptr, C_ptr, X_ptr, U, V, document, row_step,
         BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
@@ -714,7 +718,10 @@ if HAS_TRITON:
                 G_re, G_im = _complex_dot(
                     C_re, C_im, tl.trans(B_re), tl.trans(B_im), G_re, G_im, PRECISION
                 )
-            L = _decay(U, _pick(U, step, source, WHOLE), step, source)
+            L = _decay(
+                U, _pick(U, step, source, WHOLE), step, source,
+                document, _pick(document, step, source, WHOLE),
+            )  # fmt: skip
             X_re, X_im = _load_complex(
                 X_ptr, (source * row_step)[:, None] * BLOCK_P + p[None, :]
             )
@@ -766,7 +773,8 @@ def output_alone(
     step = tl.arange(0, C)
     A_re, A_im = _load_complex(A_ptr, step)
     U, V = tl.cumsum(A_re, 0), tl.cumsum(A_im, 0)
-    Y_re, Y_im = _chunk_output(B_ptr, C_ptr, X_ptr, U, V, 1, C, P, N, S, K, "ieee")
+    one = tl.zeros((C,), tl.float32)
+    Y_re, Y_im = _chunk_output(B_ptr, C_ptr, X_ptr, U, V, one, 1, C, P, N, S, K, "ieee")
     if FORGOTTEN:  # as if the turn in the last line were missing
         Y_re, Y_im = _turn(Y_re, Y_im, tl.cos(V), -tl.sin(V))
     at = step[:, None] * P + tl.arange(0, P)[None, :]
@@ -928,22 +936,40 @@ plt.show()
 # the first row of this program; then the state, stored as soon as it is done; then the
 # output. $B$ and $X$ are loaded once in each part, $C$ and $B$ in pieces. The second
 # load of a row comes moments after the first; the last section says where from.
+#
+# `_load_steps` makes $U$ and $V$. Where a document starts, the number before it is
+# another one, and the log decay, which no pair of its document holds, counts 0: a
+# factor of $e^{-2000}$ in the sums would cost all that come after it their digits.
 
 # %% tags=["export"]
 if HAS_TRITON:
 
     @triton.jit
+    def _load_steps(A_re_ptr, A_im_ptr, documents_ptr, step, row_step):
+        """U, V, the sums of the log decays, and the document of every step (float)."""
+        row = step * row_step
+        A_re, A_im = tl.load(A_re_ptr + row), tl.load(A_im_ptr + row)
+        document = tl.zeros_like(A_re)
+        if documents_ptr is not None:
+            document = tl.load(documents_ptr + row).to(tl.float32)
+            before = tl.load(documents_ptr + row - row_step, mask=step > 0, other=0)
+            starts = document != before.to(tl.float32)
+            A_re, A_im = tl.where(starts, 0.0, A_re), tl.where(starts, 0.0, A_im)
+        return tl.cumsum(A_re, 0), tl.cumsum(A_im, 0), document
+
+    @triton.jit
     def _ssd_per_chunk_fwd_kernel(
         B_ptr, C_ptr, X_ptr, A_re_ptr, A_im_ptr, D_re_ptr, D_im_ptr, Y_ptr, S_ptr,
-        n_chunks, n_heads, row_step, row_head,
+        documents_ptr, n_chunks, n_heads, row_step, row_head,
         BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """One chunk of one head: Y = ((C B^T) * L) X and S = X^T (decay_states * B).
 
-        Grid (B, nc, H). Reads rows of B, C (N) and X (P) as 64-bit words and the halves
-        of A_log and decay_states; writes rows of Y (P) and one tile S (P, N). Rows of a
-        chunk lie row_step apart; the first row of a head is row_head after the last's.
+        Grid (B, nc, H). Reads rows of B, C (N) and X (P) as 64-bit words, the halves of
+        A_log and decay_states, and the documents, if any; writes rows of Y (P) and one
+        tile S (P, N). Rows of a chunk lie row_step apart; the first row of a head is
+        row_head after the last's.
         """
         chunk = tl.program_id(0).to(tl.int64) * n_chunks + tl.program_id(1)
         head = tl.program_id(2)
@@ -965,10 +991,13 @@ if HAS_TRITON:
         )  # fmt: skip
         _store_complex(S_ptr, p[:, None] * BLOCK_N + n[None, :], S_re, S_im)
 
-        U = tl.cumsum(tl.load(A_re_ptr + first + row), 0)
-        V = tl.cumsum(tl.load(A_im_ptr + first + row), 0)
+        if documents_ptr is not None:
+            documents_ptr += first
+        U, V, document = _load_steps(
+            A_re_ptr + first, A_im_ptr + first, documents_ptr, step, row_step
+        )
         Y_re, Y_im = _chunk_output(
-            B_ptr, C_ptr, X_ptr, U, V, row_step,
+            B_ptr, C_ptr, X_ptr, U, V, document, row_step,
             BLOCK_C, BLOCK_P, BLOCK_N, BLOCK_S, BLOCK_K, PRECISION,
         )  # fmt: skip
         _store_complex(Y_ptr, row[:, None] * BLOCK_P + p[None, :], Y_re, Y_im)
@@ -978,8 +1007,8 @@ if HAS_TRITON:
 # Does it write every element, and nothing else? Values cannot tell: memory fresh from
 # an allocator may hold the right answer of the call before. So we **poison** the
 # outputs, fill them with NaN, and put a fence of NaN around them. Afterwards the inside
-# must be finite and the fence untouched, in both layouts. A grid that forgets the last
-# head shows that the poison works.
+# must be finite and the fence untouched, in both layouts, with documents that differ
+# from head to head. A grid that forgets the last head shows that the poison works.
 
 # %%
 B, nc, C, H, P, N = sides = 2, 2, 32, 3, 16, 64
@@ -994,17 +1023,20 @@ def fenced(*shape):
     return whole, whole[FENCE:-FENCE].view(shape)
 
 
-def launch_poisoned(chunks, heads, heads_first):
+def launch_poisoned(chunks, documents, heads, heads_first):
     """Y and S as (B, nc, C, H, P) and (B, nc, H, P, N), from that many heads."""
     if heads_first:
-        chunks = [z.transpose(2, 3).contiguous() for z in chunks]
+        *chunks, documents = (
+            z.transpose(2, 3).contiguous() for z in (*chunks, documents)
+        )
     row_step, row_head = (1, C) if heads_first else (H, 1)
     halves = [half for z in chunks[3:] for half in _view_real_imag(z)]
     Y_whole, Y = fenced(*chunks[2].shape)
     S_whole, S = fenced(B, nc, H, P, N)
     _ssd_per_chunk_fwd_kernel[(B, nc, heads)](
-        *map(words_of, [*chunks[:3], *halves, Y, S]), nc, H, row_step, row_head,
-        BLOCK_C=C, BLOCK_P=P, BLOCK_N=N, BLOCK_S=16, BLOCK_K=32, PRECISION="ieee",
+        *map(words_of, [*chunks[:3], *halves, Y, S]), documents,
+        nc, H, row_step, row_head, BLOCK_C=C, BLOCK_P=P, BLOCK_N=N,
+        BLOCK_S=16, BLOCK_K=32, PRECISION="ieee",
     )  # fmt: skip
     for whole in (Y_whole, S_whole):
         assert whole[:FENCE].real.isnan().all() and whole[:FENCE].imag.isnan().all()
@@ -1013,13 +1045,17 @@ def launch_poisoned(chunks, heads, heads_first):
 
 
 chunks = random_chunks(*sides)
-Y_exact, S_exact = per_chunk_ssd_pytorch(*exact(*chunks))
+starts = torch.rand(B, nc, C, H) < 0.1
+documents = starts.cumsum(2, dtype=torch.int32)
+chunks[3][starts.to(device)] = -2000  # to be left out of the sums
+Y_exact, S_exact = per_chunk_ssd_pytorch(*exact(*chunks), documents)
+documents = documents.to(device)
 for heads_first in (False, True):
-    Y, S = launch_poisoned(chunks, H, heads_first)
+    Y, S = launch_poisoned(chunks, documents, H, heads_first)
     assert Y.isfinite().all() and S.isfinite().all(), "every element is written"
     assert relative_error(Y, Y_exact) < 5e-6 and relative_error(S, S_exact) < 2e-6
 
-    Y, S = launch_poisoned(chunks, H - 1, heads_first)
+    Y, S = launch_poisoned(chunks, documents, H - 1, heads_first)
     assert Y[..., -1, :].isnan().all() and Y[..., :-1, :].isfinite().all()
     assert S[..., -1, :, :].isnan().all() and S[..., :-1, :, :].isfinite().all()
 
@@ -1121,9 +1157,10 @@ def _check_chunks(named: dict[str, Tensor]) -> None:
     Raises: TypeError, ValueError, naming the argument.
     """
     for name, z in named.items():
-        if z.dtype != torch.complex64:
+        kind = "int32" if name == "documents" else "complex64"
+        if z.dtype != getattr(torch, kind):
             raise TypeError(
-                f"per_chunk_ssd_triton: {name}: expected complex64, got {z.dtype}"
+                f"per_chunk_ssd_triton: {name}: expected {kind}, got {z.dtype}"
             )
     Xc, Bc = named["Xc"], named["Bc"]
     if Xc.ndim != 5 or Bc.ndim != 5:
@@ -1135,6 +1172,8 @@ def _check_chunks(named: dict[str, Tensor]) -> None:
     rows, states = tuple(Xc.shape[:4]), Bc.shape[-1]
     wanted = {"Bc": (*rows, states), "Cc": (*rows, states), "Xc": tuple(Xc.shape)}
     wanted |= {"A_log": rows, "decay_states": rows}
+    if "documents" in named:
+        wanted["documents"] = rows
     for name, shape in wanted.items():
         if tuple(named[name].shape) != shape:
             raise ValueError(
@@ -1168,6 +1207,7 @@ for name, broken in [
     ("Bc", named["Bc"].to(torch.complex128)),
     ("Xc", named["Xc"].real),
     ("A_log", named["A_log"][:, :, :32]),
+    ("documents", torch.zeros(1, 1, 64, 1, device=device)),
 ]:
     assert name in refused(_check_chunks, named | {name: broken})
 
@@ -1252,6 +1292,7 @@ def _per_chunk_ssd_triton_forward(
     Xc: Complex[Tensor, "B nc C H P"],
     A_log: Complex[Tensor, "B nc C H"],
     decay_states: Complex[Tensor, "B nc C H"],
+    documents: Int[Tensor, "B nc C H"] | None = None,
     input_precision: str = "ieee",
 ) -> tuple[Complex[Tensor, "B nc C H P"], Complex[Tensor, "B nc H P N"]]:
     """Lay out the inputs, allocate the outputs, launch.
@@ -1275,9 +1316,9 @@ def _per_chunk_ssd_triton_forward(
     launch["BLOCK_K"] = min(launch["BLOCK_K"], N)
     heads_first = Bc.transpose(2, 3).is_contiguous()
     row_step, row_head = (1, chunk) if heads_first else (heads, 1)
-    Bc, Cc, Xc, A_log, decay_states = (
-        z.transpose(2, 3).contiguous() if heads_first else z.contiguous()
-        for z in (Bc, Cc, Xc, A_log, decay_states)
+    Bc, Cc, Xc, A_log, decay_states, documents = (
+        z if z is None else (z.transpose(2, 3) if heads_first else z).contiguous()
+        for z in (Bc, Cc, Xc, A_log, decay_states, documents)
     )
     Y = torch.empty_like(Xc)
     S = Xc.new_empty(batch, n_chunks, heads, P, N)
@@ -1287,9 +1328,9 @@ def _per_chunk_ssd_triton_forward(
     try:
         with torch.cuda.device_of(Xc):
             _ssd_per_chunk_fwd_kernel[(batch, n_chunks, heads)](
-                *words[:3], *halves, *words[3:], n_chunks, heads, row_step, row_head,
-                BLOCK_C=chunk, BLOCK_P=P, BLOCK_N=N, PRECISION=input_precision,
-                **launch,
+                *words[:3], *halves, *words[3:], documents,
+                n_chunks, heads, row_step, row_head, BLOCK_C=chunk, BLOCK_P=P,
+                BLOCK_N=N, PRECISION=input_precision, **launch,
             )  # fmt: skip
     except triton.OutOfResources as error:
         raise KernelUnavailable(
@@ -1362,6 +1403,7 @@ def per_chunk_ssd_triton(
     Xc: Complex[Tensor, "B nc C H P"],
     A_log: Complex[Tensor, "B nc C H"],
     decay_states: Complex[Tensor, "B nc C H"],
+    documents: Int[Tensor, "B nc C H"] | None = None,
     *,
     input_precision: str | None = "ieee",
 ) -> tuple[Complex[Tensor, "B nc C H P"], Complex[Tensor, "B nc H P N"]]:
@@ -1374,16 +1416,18 @@ def per_chunk_ssd_triton(
         A_log: log decay of each step, complex64, Re <= 0; small angles keep precision.
         decay_states: factor from each position to the right edge of its chunk, taken
             as given.
+        documents: how many documents have started in the chunk so far, int32, as for
+            `per_chunk_ssd_pytorch`.
         input_precision: "ieee" for float32 products, "tf32" for the matrix units'
             faster ones with ten bits of mantissa; None is "ieee". Sums are float32 in
             both.
 
-    Returns: `(Y_diag, state)`, complex64. All five inputs get their gradients, from
+    Returns: `(Y_diag, state)`, complex64. All but documents get gradients, from
         `per_chunk_ssd_pytorch`.
 
     Raises:
         ImportError: triton is not installed.
-        TypeError: an input is not complex64.
+        TypeError: an input is not complex64, or documents not int32.
         ValueError: shapes or devices that do not fit each other, an unknown precision
             or launch option; KernelUnavailable, a ValueError, for a tile that the
             kernel or this GPU cannot hold and for CPU tensors without the interpreter.
@@ -1392,6 +1436,8 @@ def per_chunk_ssd_triton(
     """
     _check_triton()
     named = {"Bc": Bc, "Cc": Cc, "Xc": Xc, "A_log": A_log, "decay_states": decay_states}
+    if documents is not None:
+        named["documents"] = documents
     _check_chunks(named)
     input_precision = _check_precision("triton", input_precision)
     n_chunks = Xc.shape[1]
@@ -1402,7 +1448,7 @@ def per_chunk_ssd_triton(
         )
     _check_block_dims(Xc.shape[-1], Bc.shape[-1], Xc.shape[2])
     _check_device(Xc.device)
-    return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision)
+    return _apply(Bc, Cc, Xc, A_log, decay_states, documents, input_precision)
 
 
 # The compiler can trace neither 64-bit views of complex tensors nor a backward that

@@ -331,18 +331,24 @@ def _sums_within(
 def _rows_less_columns(
     pairs: Inexact[Tensor, "*batch C C"],
 ) -> Inexact[Tensor, "*batch C"]:
-    """Row sums less column sums below the diagonal, in double precision."""
+    """Row sums less column sums below the diagonal, in double; overwrites pairs."""
     dtype = torch.complex128 if pairs.is_complex() else torch.float64
-    pairs = pairs.tril(-1).to(dtype)
+    pairs = pairs.tril_(-1).to(dtype)
     return pairs.sum(-1) - pairs.sum(-2)
 
 
+def _turned(C, B, angle):
+    """conj(e^(i angle) C), e^(-i angle) B, and e^(i angle)."""
+    turn = _unit_phase(angle, B.dtype).unsqueeze(-1)
+    return (C * turn).conj_physical_(), B * turn.conj(), turn
+
+
 class _DecayedScores(torch.autograd.Function):
-    """M = L * (C B^T) of every chunk: its real part, or all of it.
+    """M = L * (C B^T) of every chunk, its real part or all of it, and D = |L|.
 
     L[l, s] = exp(total[l] - total[s]) for s <= l in one document, else 0. The gradient
     of `total` is summed over pairs s < l: the diagonal, on which nothing decays, would
-    cancel between two sums, to rounding only.
+    cancel between two sums, but to rounding only. D has no gradient.
 
     Args:
         C, B: (*batch, C, N), read and write vectors.
@@ -358,44 +364,39 @@ class _DecayedScores(torch.autograd.Function):
     @staticmethod
     def forward(C, B, total, documents, real):
         read, write, _ = _turned(C, B, total.imag)
+        D = _decay_between(total.real, documents, B.real.dtype)
         if real:
-            scores = _pairs(read) @ _pairs(write).mT
-        else:
-            scores = read.conj() @ write.mT
-        return scores.mul_(_decay_between(total.real, documents, B.real.dtype))
+            return (_pairs(read) @ _pairs(write).mT).mul_(D), D
+        return (read.conj_physical_() @ write.mT).mul_(D), D
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         *kept, ctx.real = inputs
-        ctx.save_for_backward(*kept, output)
+        ctx.save_for_backward(*kept, *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, grad):
-        # All is computed from what was saved, so that it can be differentiated again.
-        C, B, total, documents, M = ctx.saved_tensors
+    def backward(ctx, grad, _):
+        if grad is None:
+            return None, None, None, None, None
+        C, B, total, documents, M, D = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative needs to know where D is from
+            D = _decay_between(total.real, documents, B.real.dtype)
         read, write, turn = _turned(C, B, total.imag)
-        inside = grad * _decay_between(total.real, documents, B.real.dtype)
-        if ctx.real:
-            u, v = _pairs(read), _pairs(write)
-            to_read, to_write = inside @ v, inside.mT @ u
-            to_read, to_write = (
-                torch.view_as_complex(z.unflatten(-1, (-1, 2)))
-                for z in (to_read, to_write)
-            )
-            turned = inside * (_pairs(read * -1j) @ v.mT)
-            steps = torch.complex(
-                _rows_less_columns(grad * M), _rows_less_columns(turned)
-            )
-        else:
-            to_read, to_write = inside.conj() @ write, inside.mT @ read
-            steps = _rows_less_columns(grad * M.conj())
-        return (to_read * turn).conj(), to_write * turn, steps, None, None
-
-
-def _turned(C, B, angle):
-    """conj(e^(i angle) C), e^(-i angle) B, and e^(i angle)."""
-    turn = _unit_phase(angle, B.dtype).unsqueeze(-1)
-    return (C * turn).conj_physical_(), B * turn.conj(), turn
+        if not ctx.real:
+            steps = _rows_less_columns(grad.conj() * M).conj()
+            inside = grad * D
+            to_C = (inside @ write.conj_physical()) * turn.conj()
+            return to_C, (inside.mT @ read) * turn, steps, None, None
+        shrinks = _rows_less_columns(grad * M)
+        inside, u, v = grad * D, _pairs(read), _pairs(write)
+        to_C = torch.view_as_complex((inside @ v).unflatten(-1, (-1, 2))) * turn
+        to_B = torch.view_as_complex((inside.mT @ u).unflatten(-1, (-1, 2))) * turn
+        # Re(i read write^T), what a larger angle between the two adds to their product.
+        inside = inside * (_pairs(read * -1j) @ v.mT)
+        steps = torch.complex(shrinks, _rows_less_columns(inside))
+        return to_C.conj_physical_(), to_B, steps, None, None
 
 
 # %% notebooks/03_chunkwise_ssd.py#one-chunk
@@ -433,7 +434,8 @@ def per_chunk_ssd_pytorch(
     documents = None if documents is None else documents.transpose(2, 3)
     total = _sums_within(A_log.to(torch.complex128), documents)
     real = not Xc.is_complex()
-    Y_diag = _DecayedScores.apply(Cc, Bc, total, documents, real) @ Xc
+    M, _ = _DecayedScores.apply(Cc, Bc, total, documents, real)
+    Y_diag = M @ Xc
     kept = Bc * decay_states.to(Bc.dtype).unsqueeze(-1)
     if real:
         state = torch.view_as_complex((Xc.mT @ _pairs(kept)).unflatten(-1, (-1, 2)))

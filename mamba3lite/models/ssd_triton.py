@@ -42,20 +42,22 @@ def _view_real_imag(
 class _PerChunkSSDTriton(torch.autograd.Function):
     """The kernel forward; a backward that runs `per_chunk_ssd_pytorch` once more.
 
-    Forward keeps the five inputs and nothing else. Backward computes the same two
-    outputs again in PyTorch and lets autograd carry the incoming gradients through
+    Forward keeps the inputs and nothing else. Backward computes the same two outputs
+    again in PyTorch and lets autograd carry the incoming gradients through
     them.
 
     Source: notebook 04, "Recompute and inject".
     """
 
     @staticmethod
-    def forward(ctx, Bc, Cc, Xc, A_log, decay_states, input_precision="ieee"):
-        ctx.save_for_backward(Bc, Cc, Xc, A_log, decay_states)
+    def forward(
+        ctx, Bc, Cc, Xc, A_log, decay_states, documents=None, input_precision="ieee"
+    ):
+        ctx.save_for_backward(Bc, Cc, Xc, A_log, decay_states, documents)
         # An output that the loss does not use comes back as None, not as zeros.
         ctx.set_materialize_grads(False)
         return _per_chunk_ssd_triton_forward(
-            Bc, Cc, Xc, A_log, decay_states, input_precision
+            Bc, Cc, Xc, A_log, decay_states, documents, input_precision
         )
 
     @staticmethod
@@ -67,9 +69,10 @@ class _PerChunkSSDTriton(torch.autograd.Function):
             )
         # All five: C alone does not reach the state, and an output that depends on no
         # leaf has no graph to seed.
-        leaves = [z.detach().requires_grad_() for z in ctx.saved_tensors]
+        *inputs, documents = ctx.saved_tensors
+        leaves = [z.detach().requires_grad_() for z in inputs]
         with torch.enable_grad():
-            outputs = per_chunk_ssd_pytorch(*leaves)
+            outputs = per_chunk_ssd_pytorch(*leaves, documents)
         incoming = [
             torch.zeros_like(out) if grad is None else grad
             for out, grad in zip(outputs, (grad_y_diag, grad_state), strict=True)
@@ -77,14 +80,14 @@ class _PerChunkSSDTriton(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:5]
         used = [z for z, needed in zip(leaves, wanted, strict=True) if needed]
         found = iter(torch.autograd.grad(outputs, used, grad_outputs=incoming))
-        return *(next(found) if needed else None for needed in wanted), None
+        return *(next(found) if needed else None for needed in wanted), None, None
 
 
 # %% notebooks/05_triton_kernel.py#the-tools
 import os
 
 import torch
-from jaxtyping import Complex
+from jaxtyping import Complex, Int
 from torch import Tensor
 
 from mamba3lite.models.ssd_complex import KernelUnavailable, _check_precision
@@ -121,11 +124,12 @@ if HAS_TRITON:
 if HAS_TRITON:
 
     @triton.jit
-    def _decay(U, U_source, step, source):
-        """exp(U[l] - U[s]) for s <= l, else 0: a (C, S) tile, exactly 1 at l = s."""
-        causal = step[:, None] >= source[None, :]
+    def _decay(U, U_source, step, source, document, document_source):
+        """exp(U[l] - U[s]) for s <= l in one document, else 0; exactly 1 at l = s."""
+        seen = step[:, None] >= source[None, :]
+        seen = seen & (document[:, None] == document_source[None, :])
         # Select before exp: above the diagonal the exponent is positive and overflows.
-        return tl.exp(tl.where(causal, U[:, None] - U_source[None, :], float("-inf")))
+        return tl.exp(tl.where(seen, U[:, None] - U_source[None, :], float("-inf")))
 
     @triton.jit
     def _turn(re, im, turn_re, turn_im):
@@ -161,7 +165,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _chunk_output(
-        B_ptr, C_ptr, X_ptr, U, V, row_step,
+        B_ptr, C_ptr, X_ptr, U, V, document, row_step,
         BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
@@ -195,7 +199,10 @@ if HAS_TRITON:
                 G_re, G_im = _complex_dot(
                     C_re, C_im, tl.trans(B_re), tl.trans(B_im), G_re, G_im, PRECISION
                 )
-            L = _decay(U, _pick(U, step, source, WHOLE), step, source)
+            L = _decay(
+                U, _pick(U, step, source, WHOLE), step, source,
+                document, _pick(document, step, source, WHOLE),
+            )  # fmt: skip
             X_re, X_im = _load_complex(
                 X_ptr, (source * row_step)[:, None] * BLOCK_P + p[None, :]
             )
@@ -236,17 +243,31 @@ if HAS_TRITON:
 if HAS_TRITON:
 
     @triton.jit
+    def _load_steps(A_re_ptr, A_im_ptr, documents_ptr, step, row_step):
+        """U, V, the sums of the log decays, and the document of every step (float)."""
+        row = step * row_step
+        A_re, A_im = tl.load(A_re_ptr + row), tl.load(A_im_ptr + row)
+        document = tl.zeros_like(A_re)
+        if documents_ptr is not None:
+            document = tl.load(documents_ptr + row).to(tl.float32)
+            before = tl.load(documents_ptr + row - row_step, mask=step > 0, other=0)
+            starts = document != before.to(tl.float32)
+            A_re, A_im = tl.where(starts, 0.0, A_re), tl.where(starts, 0.0, A_im)
+        return tl.cumsum(A_re, 0), tl.cumsum(A_im, 0), document
+
+    @triton.jit
     def _ssd_per_chunk_fwd_kernel(
         B_ptr, C_ptr, X_ptr, A_re_ptr, A_im_ptr, D_re_ptr, D_im_ptr, Y_ptr, S_ptr,
-        n_chunks, n_heads, row_step, row_head,
+        documents_ptr, n_chunks, n_heads, row_step, row_head,
         BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """One chunk of one head: Y = ((C B^T) * L) X and S = X^T (decay_states * B).
 
-        Grid (B, nc, H). Reads rows of B, C (N) and X (P) as 64-bit words and the halves
-        of A_log and decay_states; writes rows of Y (P) and one tile S (P, N). Rows of a
-        chunk lie row_step apart; the first row of a head is row_head after the last's.
+        Grid (B, nc, H). Reads rows of B, C (N) and X (P) as 64-bit words, the halves of
+        A_log and decay_states, and the documents, if any; writes rows of Y (P) and one
+        tile S (P, N). Rows of a chunk lie row_step apart; the first row of a head is
+        row_head after the last's.
         """
         chunk = tl.program_id(0).to(tl.int64) * n_chunks + tl.program_id(1)
         head = tl.program_id(2)
@@ -268,10 +289,13 @@ if HAS_TRITON:
         )  # fmt: skip
         _store_complex(S_ptr, p[:, None] * BLOCK_N + n[None, :], S_re, S_im)
 
-        U = tl.cumsum(tl.load(A_re_ptr + first + row), 0)
-        V = tl.cumsum(tl.load(A_im_ptr + first + row), 0)
+        if documents_ptr is not None:
+            documents_ptr += first
+        U, V, document = _load_steps(
+            A_re_ptr + first, A_im_ptr + first, documents_ptr, step, row_step
+        )
         Y_re, Y_im = _chunk_output(
-            B_ptr, C_ptr, X_ptr, U, V, row_step,
+            B_ptr, C_ptr, X_ptr, U, V, document, row_step,
             BLOCK_C, BLOCK_P, BLOCK_N, BLOCK_S, BLOCK_K, PRECISION,
         )  # fmt: skip
         _store_complex(Y_ptr, row[:, None] * BLOCK_P + p[None, :], Y_re, Y_im)
@@ -335,9 +359,10 @@ def _check_chunks(named: dict[str, Tensor]) -> None:
     Raises: TypeError, ValueError, naming the argument.
     """
     for name, z in named.items():
-        if z.dtype != torch.complex64:
+        kind = "int32" if name == "documents" else "complex64"
+        if z.dtype != getattr(torch, kind):
             raise TypeError(
-                f"per_chunk_ssd_triton: {name}: expected complex64, got {z.dtype}"
+                f"per_chunk_ssd_triton: {name}: expected {kind}, got {z.dtype}"
             )
     Xc, Bc = named["Xc"], named["Bc"]
     if Xc.ndim != 5 or Bc.ndim != 5:
@@ -349,6 +374,8 @@ def _check_chunks(named: dict[str, Tensor]) -> None:
     rows, states = tuple(Xc.shape[:4]), Bc.shape[-1]
     wanted = {"Bc": (*rows, states), "Cc": (*rows, states), "Xc": tuple(Xc.shape)}
     wanted |= {"A_log": rows, "decay_states": rows}
+    if "documents" in named:
+        wanted["documents"] = rows
     for name, shape in wanted.items():
         if tuple(named[name].shape) != shape:
             raise ValueError(
@@ -406,6 +433,7 @@ def _per_chunk_ssd_triton_forward(
     Xc: Complex[Tensor, "B nc C H P"],
     A_log: Complex[Tensor, "B nc C H"],
     decay_states: Complex[Tensor, "B nc C H"],
+    documents: Int[Tensor, "B nc C H"] | None = None,
     input_precision: str = "ieee",
 ) -> tuple[Complex[Tensor, "B nc C H P"], Complex[Tensor, "B nc H P N"]]:
     """Lay out the inputs, allocate the outputs, launch.
@@ -429,9 +457,9 @@ def _per_chunk_ssd_triton_forward(
     launch["BLOCK_K"] = min(launch["BLOCK_K"], N)
     heads_first = Bc.transpose(2, 3).is_contiguous()
     row_step, row_head = (1, chunk) if heads_first else (heads, 1)
-    Bc, Cc, Xc, A_log, decay_states = (
-        z.transpose(2, 3).contiguous() if heads_first else z.contiguous()
-        for z in (Bc, Cc, Xc, A_log, decay_states)
+    Bc, Cc, Xc, A_log, decay_states, documents = (
+        z if z is None else (z.transpose(2, 3) if heads_first else z).contiguous()
+        for z in (Bc, Cc, Xc, A_log, decay_states, documents)
     )
     Y = torch.empty_like(Xc)
     S = Xc.new_empty(batch, n_chunks, heads, P, N)
@@ -441,9 +469,9 @@ def _per_chunk_ssd_triton_forward(
     try:
         with torch.cuda.device_of(Xc):
             _ssd_per_chunk_fwd_kernel[(batch, n_chunks, heads)](
-                *words[:3], *halves, *words[3:], n_chunks, heads, row_step, row_head,
-                BLOCK_C=chunk, BLOCK_P=P, BLOCK_N=N, PRECISION=input_precision,
-                **launch,
+                *words[:3], *halves, *words[3:], documents,
+                n_chunks, heads, row_step, row_head, BLOCK_C=chunk, BLOCK_P=P,
+                BLOCK_N=N, PRECISION=input_precision, **launch,
             )  # fmt: skip
     except triton.OutOfResources as error:
         raise KernelUnavailable(
@@ -460,6 +488,7 @@ def per_chunk_ssd_triton(
     Xc: Complex[Tensor, "B nc C H P"],
     A_log: Complex[Tensor, "B nc C H"],
     decay_states: Complex[Tensor, "B nc C H"],
+    documents: Int[Tensor, "B nc C H"] | None = None,
     *,
     input_precision: str | None = "ieee",
 ) -> tuple[Complex[Tensor, "B nc C H P"], Complex[Tensor, "B nc H P N"]]:
@@ -472,16 +501,18 @@ def per_chunk_ssd_triton(
         A_log: log decay of each step, complex64, Re <= 0; small angles keep precision.
         decay_states: factor from each position to the right edge of its chunk, taken
             as given.
+        documents: how many documents have started in the chunk so far, int32, as for
+            `per_chunk_ssd_pytorch`.
         input_precision: "ieee" for float32 products, "tf32" for the matrix units'
             faster ones with ten bits of mantissa; None is "ieee". Sums are float32 in
             both.
 
-    Returns: `(Y_diag, state)`, complex64. All five inputs get their gradients, from
+    Returns: `(Y_diag, state)`, complex64. All but documents get gradients, from
         `per_chunk_ssd_pytorch`.
 
     Raises:
         ImportError: triton is not installed.
-        TypeError: an input is not complex64.
+        TypeError: an input is not complex64, or documents not int32.
         ValueError: shapes or devices that do not fit each other, an unknown precision
             or launch option; KernelUnavailable, a ValueError, for a tile that the
             kernel or this GPU cannot hold and for CPU tensors without the interpreter.
@@ -490,6 +521,8 @@ def per_chunk_ssd_triton(
     """
     _check_triton()
     named = {"Bc": Bc, "Cc": Cc, "Xc": Xc, "A_log": A_log, "decay_states": decay_states}
+    if documents is not None:
+        named["documents"] = documents
     _check_chunks(named)
     input_precision = _check_precision("triton", input_precision)
     n_chunks = Xc.shape[1]
@@ -500,7 +533,7 @@ def per_chunk_ssd_triton(
         )
     _check_block_dims(Xc.shape[-1], Bc.shape[-1], Xc.shape[2])
     _check_device(Xc.device)
-    return _apply(Bc, Cc, Xc, A_log, decay_states, input_precision)
+    return _apply(Bc, Cc, Xc, A_log, decay_states, documents, input_precision)
 
 
 # The compiler can trace neither 64-bit views of complex tensors nor a backward that

@@ -130,8 +130,8 @@ def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
 
     fused: the projection, the states that enter the chunks and the last one, and four
     numbers a step and head. pytorch: the projection in float32; B and C cut into
-    chunks, turned, and as the four real operands of the products; three C x C matrices
-    a chunk; x; log decays in double precision; the states twice. triton: that without
+    chunks, and as the real operands of the products with states; two C x C matrices a
+    chunk; x; log decays in double precision; the states twice. triton: that without
     what is inside the chunks, and x complex.
     """
     size = 2 if setting.half else 4
@@ -155,7 +155,7 @@ def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
         kept += 8 * setting.rows * state + 16 * padded * heads
         return kept, size * tokens * width
     if model.ssd_dispatch == "pytorch":
-        inside = 48 * bc + 12 * heads * chunk + 4 * width + 96 * heads
+        inside = 32 * bc + 8 * heads * chunk + 4 * width + 100 * heads
     else:
         inside = 24 * bc + 8 * width + 72 * heads
     kept = 4 * tokens * columns + padded * inside + 16 * chunks * state
