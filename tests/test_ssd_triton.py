@@ -270,9 +270,7 @@ def reference_forward(monkeypatch):
     monkeypatch.setattr(
         ssd_triton,
         "_per_chunk_ssd_triton_forward",
-        lambda Bc, Cc, Xc, A_log, decay_states, precision: per_chunk_ssd_pytorch(
-            Bc, Cc, Xc, A_log, decay_states
-        ),
+        lambda *inputs: per_chunk_ssd_pytorch(*inputs[:-1]),  # without a precision
     )
 
 
@@ -395,6 +393,24 @@ class TestPerChunkSsdKernel:
         exact = per_chunk_ssd_pytorch(*chunks.map(in_double))
         for got, wanted in zip(per_chunk_ssd_triton(*chunks), exact, strict=True):
             assert relative_error(got, wanted) < FORWARD_LIMIT
+
+    @pytest.mark.parametrize("heads_first", [False, True])
+    @pytest.mark.parametrize("C", [16, 64])
+    def test_documents(self, C, heads_first):
+        """In both layouts; a log decay that is not used spoils no sum."""
+        chunks = random_chunks(C, lead=(1, 3, 2))
+        g = torch.Generator().manual_seed(2)
+        starts = (torch.rand(chunks.A_log.shape, generator=g) < 0.1).to(DEVICE)
+        chunks = chunks._replace(A_log=chunks.A_log.masked_fill(starts, -1e6))
+        documents = starts.cumsum(2, dtype=torch.int32)
+        exact = per_chunk_ssd_pytorch(*chunks.map(in_double), documents)
+        if heads_first:
+            chunks = chunks.map(
+                lambda z: z.transpose(2, 3).contiguous().transpose(2, 3)
+            )
+        got = per_chunk_ssd_triton(*chunks, documents)
+        for z, wanted in zip(got, exact, strict=True):
+            assert relative_error(z, wanted) < FORWARD_LIMIT
 
     def test_forward_on_inputs_rounded(self):
         chunks = random_chunks(64, 64, 64, lead=(1, 3, 2)).map(rounded)
@@ -576,7 +592,7 @@ class TestTritonScan:
             assert torch.isfinite(torch.view_as_real(z + 0j)).all(), name
 
     def test_packed_documents(self):
-        """A reset reaches the kernel through A_log alone, at and inside chunk edges."""
+        """At and inside the edges of chunks."""
         case, documents = wide_case(75, batch=2), [0, 16, 21, 22, 60, 75]
         reset = torch.zeros(2, 75, dtype=torch.bool)
         reset[:, documents[:-1]] = True
@@ -588,7 +604,7 @@ class TestTritonScan:
         )
         for start, end in pairwise(documents):
             alone = ssd_naive_complex(*case.cut(start, end).double()).real
-            assert relative_error(y[:, start:end].cpu(), alone) < 1e-4
+            assert relative_error(y[:, start:end].cpu(), alone) < FORWARD_LIMIT
         assert_backward_matches_pytorch(
             on_device(case), GRADIENT_TOLERANCE, reset=options["reset"]
         )
@@ -657,6 +673,7 @@ class TestTritonScan:
 
 
 CHUNKS = random_chunks(device="cpu")
+DOCUMENTS = torch.zeros(2, 3, 16, 2, dtype=torch.int32)
 
 WRONG_CHUNKS = {
     "real Xc": ({"Xc": CHUNKS.Xc.real}, TypeError, "Xc: expected complex64.*float32"),
@@ -699,6 +716,21 @@ WRONG_CHUNKS = {
         {"decay_states": CHUNKS.decay_states[:, 0]},
         ValueError,
         r"decay_states has shape \(2, 16, 2\); wanted \(2, 3, 16, 2\)",
+    ),
+    "documents of int64": (
+        {"documents": DOCUMENTS.long()},
+        TypeError,
+        "documents: expected int32, got torch.int64",
+    ),
+    "documents of one head": (
+        {"documents": DOCUMENTS[..., :1]},
+        ValueError,
+        r"documents has shape \(2, 3, 16, 1\); wanted \(2, 3, 16, 2\)",
+    ),
+    "documents on another device": (
+        {"documents": DOCUMENTS.to("meta")},
+        ValueError,
+        "documents is on meta but Xc is on cpu",
     ),
     "Cc on another device": (
         {"Cc": CHUNKS.Cc.to("meta")},

@@ -577,13 +577,11 @@ def test_the_loss_of_packed_documents_is_that_of_their_parts():
 
 
 def test_no_gradient_flows_into_another_document():
-    """Zero to rounding: the angle of an earlier step cancels in two float32 sums."""
     model, tokens = random_model(), random_tokens(sum(DOCUMENTS))
     grad = gradient_at_embeddings(
         model, lambda: model(tokens, doc_ids=packed_ids())[:, 5:14].square().sum()
     )
-    assert grad[:, :5].norm() < 1e-6 * grad.norm()
-    assert not grad[:, 14:].any()
+    assert not grad[:, :5].any() and not grad[:, 14:].any()
     leaking = gradient_at_embeddings(
         model, lambda: model(tokens)[:, 5:14].square().sum()
     )
