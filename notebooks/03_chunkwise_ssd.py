@@ -170,7 +170,8 @@ plt.show()
 # $$D_{ls} = e^{U_l - U_s}\ \ (s \le l), \qquad U = \text{cumulative sum of } u ,$$
 #
 # and the order of its steps matters more than anything else in this notebook: it
-# decides which entries count *before* it takes an exponential.
+# decides which entries count *before* it takes an exponential. Its second half takes
+# the sums $U$ as they are, and the `documents` that the section on boundaries explains.
 
 
 # %% tags=["export"]
@@ -383,7 +384,24 @@ assert causal_decay(torch.full((64,), -1.5).double(), torch.float32).isfinite().
 
 # %% [markdown]
 # ## Boundaries
-# TODO
+# Two kinds of steps let nothing through. Where packed documents meet, the state must be
+# dropped. And where a factor is smaller than any number of the working precision, it
+# *is* 0, in the loop as well: in float32 from a log decay of $-104$ on, which a step of
+# $dt = 13$ has at $A = -8$. Both are **boundaries**, and what lies between two of them
+# is a document, whichever kind they are.
+#
+# A boundary cannot take part in a sum of logarithms. Its own is $-\infty$, and
+# $-\infty - (-\infty)$ is NaN. A large number in its place, $-200$ say, would sit in
+# every sum after it, in the place of digits, and hang gradients of every later document
+# on the steps before. So it counts 0, and two things keep documents apart:
+#
+# - positions have the *number* of their document, the boundaries met in the chunk so
+#   far, and a pair with two different numbers is masked like one from the future;
+# - sums *start anew* at each boundary.
+#
+# The second is a cumulative sum in segments. It takes $\log_2 C$ passes: after the
+# first every position holds the sum of two steps, its own and the one before, after the
+# second of four, and so on. What lies in another document is never added.
 
 
 # %% tags=["export"]
@@ -428,9 +446,106 @@ def _sums_within(
     return total
 
 
+# %%
+boundary = torch.tensor([0, 0, 1, 0, 0, 1, 1, 0, 0, 0], dtype=torch.bool)
+documents = boundary.cumsum(0)
+a = -torch.rand(10, dtype=torch.complex128)
+sums = _sums_within(a, documents)
+for t in range(10):
+    after = [
+        u for u in range(t + 1) if documents[u] == documents[t] and not boundary[u]
+    ]
+    assert torch.isclose(sums[t], a[after].sum())
+apart = documents[:, None] != documents
+decay = _decay_between(sums.real, documents, torch.float64)
+assert (decay[apart] == 0).all() and (decay.diagonal() == 1).all()
+
+log_decay = torch.tensor([[[-103.0], [-105.0]]], dtype=torch.complex128)
+assert _boundaries(log_decay, None, torch.float32).flatten().tolist() == [False, True]
+assert torch.tensor([-103.0, -105.0]).exp().bool().tolist() == [True, False]
+
+# %% [markdown]
+# ### What breaks: the sum at the start, taken away again
+# One `cumsum` for all, less its value where the document starts, is the same number up
+# to rounding. Its gradient is not: what a document sends back to the steps before it is
+# a sum minus the same sum in another order. That is $10^{-16}$ of something, and not 0.
+
+
+# %%
+def sums_by_difference(log_decay, documents):
+    total = log_decay.cumsum(-1)
+    first = [documents.tolist().index(number) for number in documents.tolist()]
+    return total - (total - log_decay)[first]
+
+
+boundary = torch.zeros(64, dtype=torch.bool)
+boundary[[20, 35]] = True
+documents = boundary.cumsum(0)
+a = -torch.rand(64, dtype=torch.complex128)
+a = a.masked_fill(boundary, 0).requires_grad_()
+weights, leaks = torch.rand(64, dtype=torch.float64), {}
+for sums in (_sums_within, sums_by_difference):
+    got = sums(a, documents)
+    assert torch.allclose(got, _sums_within(a, documents))
+    (grad,) = torch.autograd.grad((got.real * weights)[20:].sum(), a)
+    leaks[sums.__name__] = grad[:20].abs().max().item()
+print(leaks)
+assert leaks["_sums_within"] == 0 < leaks["sums_by_difference"] < 1e-14
+
 # %% [markdown]
 # ## The gradient of a step
-# TODO
+# How does the loss change with the log decay $a_u$ of *one* step? Write $M_{ls} =
+# L_{ls}\, (C_l \cdot B_s)$ for the whole matrix of a chunk, so that $Y = M X$. Step $u$
+# lies between $s$ and $l$ if $s < u \le l$. Those entries of $M$ have a factor
+# $e^{a_u}$, all others do not know it:
+#
+# $$\frac{\partial M_{ls}}{\partial a_u} = M_{ls} \ \ (s < u \le l)
+# \quad\Longrightarrow\quad
+# g_u = \sum_{l \ge u > s} T_{ls} , \qquad T = G \odot M^* ,$$
+#
+# with the gradient $G$ of $M$, in PyTorch's convention, which conjugates (notebook 04).
+# The real part of $g_u$ says what a slower decay does, the imaginary part what a larger
+# angle does. The pairs of a step are a *rectangle* below the diagonal, and the diagonal
+# is in no rectangle: between a token and itself nothing decays.
+
+# %%
+steps, u = 16, 6
+row, column = torch.arange(steps)[:, None], torch.arange(steps)[None]
+rectangle = (row >= u) & (column < u)
+assert not rectangle.diagonal().any() and int(rectangle.sum()) == (steps - u) * u
+kind = torch.where(rectangle, 3, (row >= column) + (row == column).int())
+
+# %%
+fig, ax = plt.subplots(figsize=(4.6, 4.0))
+colors = plt.matplotlib.colors.ListedColormap(["#ffffff", "#dddddd", BLACK, ORANGE])
+ax.pcolormesh(kind, cmap=colors, edgecolors="#bbbbbb", linewidth=0.5)
+ax.invert_yaxis()
+ax.set_aspect("equal")
+ax.set(xlabel="source step s", ylabel="output step l")
+ax.set_title(f"The pairs that step {u} decays; the diagonal is not among them")
+plt.show()
+
+# %% [markdown]
+# Nobody sums $C$ rectangles. With the row sums $r_l = \sum_s T_{ls}$ and column sums
+# $c_s = \sum_l T_{ls}$,
+#
+# $$g_u = \sum_{t \ge u} (r_t - c_t) ,$$
+#
+# because rows from $u$ on hold the rectangle and the triangle below it, and columns
+# from $u$ on hold that triangle. So $r - c$ is the gradient of the running sums, and
+# the sum over $t$ is what autograd makes of a `cumsum`. The diagonal is in $r_t$ and in
+# $c_t$, and cancels.
+#
+# *On paper.* After ten steps at $A = -10$ the entries below the diagonal are $10^{-4}$
+# and less of those on it, and so are the gradients. If $r$ and $c$ are two float32
+# sums, each with the diagonal in it, then what is left of their difference is rounding.
+# And this is what autograd does when the phases are factors of $C$ and of $B$: the
+# angle gets one sum from the turned queries and another from the turned keys. So $M$ is
+# made by a function with a backward of its own: one matrix $T$, its diagonal left out,
+# both sums of the same numbers, in double precision.
+#
+# For a real $x$ there is no complex $M$. Its real part is the output, which is there
+# already; its imaginary part costs one more product, in the backward pass alone.
 
 
 # %% tags=["export"]
@@ -504,6 +619,77 @@ class _DecayedScores(torch.autograd.Function):
         steps = torch.complex(shrinks, _rows_less_columns(inside))
         return to_C.conj_physical_(), to_B, steps, None, None
 
+
+# %% [markdown]
+# First the rectangles: the backward against their literal sums, with two documents. A
+# second derivative works too, since everything in it is computed from what was saved.
+
+# %%
+C_, B_ = (torch.randn(2, 6, 3, dtype=torch.complex128) for _ in range(2))
+documents = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1]])
+a = torch.complex(-torch.rand(2, 6), torch.randn(2, 6)).to(torch.complex128)
+a.requires_grad_()
+for real in (True, False):
+    M, _ = _DecayedScores.apply(C_, B_, _sums_within(a, documents), documents, real)
+    G = torch.randn_like(M)
+    (grad,) = torch.autograd.grad(M, a, G)
+    whole, _ = _DecayedScores.apply(
+        C_, B_, _sums_within(a, documents), documents, False
+    )
+    T = G * whole.detach().conj()
+    for u in range(6):
+        rectangle = T[:, u:, :u].sum((-2, -1))
+        assert torch.allclose(grad[:, u], rectangle)
+
+    def scores(C, B, a, real=real):
+        return _DecayedScores.apply(C, B, _sums_within(a, documents), documents, real)[
+            0
+        ]
+
+    inputs = [z.detach().requires_grad_() for z in (C_, B_, a)]
+    assert torch.autograd.gradcheck(scores, inputs)
+    assert torch.autograd.gradgradcheck(scores, inputs)
+
+# %% [markdown]
+# ### What breaks: the diagonal in two sums
+# The forward of the function is ordinary PyTorch, so autograd can differentiate it as
+# well. Compare both with double precision, as the decay of a step grows.
+
+
+# %%
+def angle_gradient(scores, rate, dtype):
+    """Of the angles of 64 steps, each of a log decay of -rate."""
+    g = torch.Generator().manual_seed(0)
+    drawn = torch.randn(3, 1, 64, 64, dtype=torch.complex64, generator=g)
+    C_, B_, G = drawn.to(dtype)
+    angle = torch.randn(1, 64, dtype=torch.float64, generator=g)
+    a = torch.complex(torch.full_like(angle, -rate), angle).requires_grad_()
+    M = scores(C_, B_, a.cumsum(-1), None, True)[0]
+    return torch.autograd.grad(M, a, G.real.contiguous())[0].imag[:, 1:]
+
+
+rates = list(range(0, 41, 2))
+by = {"autograd": _DecayedScores.forward, "pairs below it": _DecayedScores.apply}
+lost = {name: [] for name in by}
+for rate in rates:
+    wanted = angle_gradient(by["pairs below it"], rate, torch.complex128)
+    for name, scores in by.items():
+        got = angle_gradient(scores, rate, torch.complex64)
+        lost[name].append(((got - wanted).abs().max() / wanted.abs().max()).item())
+assert max(lost["pairs below it"]) < 1e-5, "at any decay"
+assert lost["autograd"][0] < 1e-5 and lost["autograd"][10] > 1, "nothing but rounding"
+
+# %%
+fig, ax = plt.subplots()
+ax.semilogy(
+    rates, lost["autograd"], "s-", color=RED, label="two sums with the diagonal"
+)
+ax.semilogy(rates, lost["pairs below it"], "o-", color=BLUE, label="the pairs below it")
+ax.axhline(1, color=BLACK, lw=0.8, ls=":")
+ax.set(xlabel="decay of a step, -Re a", ylabel="error / largest gradient")
+ax.set_title("Gradient of the angles in float32: at strong decay the diagonal is all")
+ax.legend(loc="center right")
+plt.show()
 
 # %% [markdown]
 # ## One chunk
@@ -747,17 +933,12 @@ plt.show()
 # from token to token. A test at $dt = 0$ proves nothing.
 #
 # ## Log decays that stay small
-# Two more things happen before the products, both about digits.
+# Two more things happen before the products.
 #
 # **Angles.** A step's angle $\Delta_u \operatorname{Im} A$ can be many turns; whole
 # turns are dropped first, so that each stays within $[-\pi, \pi]$, and sums begin anew
 # in every chunk. The sums run in float64: per token and head this is one number, next
 # to the $N$ and $D$ numbers that everything else costs.
-#
-# **Resets.** Where packed documents meet, the state must be dropped. $\bar a = 0$ would
-# mean a log decay of $-\infty$, and $-\infty - (-\infty)$ is NaN. A constant of $-200$
-# does it: $e^{-200}$ is exactly 0 in float32, and any span across the boundary contains
-# it.
 #
 # **What is not a number.** Zero times NaN is NaN, and a product over a chunk multiplies
 # *every* pair of its tokens, by 0 where nothing may pass: a NaN in one document would
@@ -867,11 +1048,15 @@ assert local_error < 1e-5 < global_error
 # %% [markdown]
 # ## The whole scan
 # Everything is there: pad, cut, solve each chunk, pass the states, add what they read.
-# Two details that are easy to miss:
+# Three details that are easy to miss:
 #
 # - Padding to a whole chunk pads the *log decay* with 0. Padding `dt` with 0 would be
 #   another thing: softplus(0) is $\ln 2$, and the final state would decay through steps
 #   that do not exist.
+# - Three factors end at a boundary: the state that enters reaches document 0 of a chunk
+#   alone, only the last document reaches its right edge, and the state passes a chunk
+#   only if it holds no boundary. From the last position to the edge there is nothing to
+#   decay: that 0 is put there, not computed, or its gradient would be a difference.
 # - Autocast is switched off inside: a state rounded to bfloat16 at every chunk would
 #   carry its errors along forever.
 
@@ -1038,16 +1223,18 @@ def _scan_chunks(
         chunk = min(chunk_size, time)
     # Padding the log decay with 0 leaves the final state alone; dt = 0 would decay it.
     Xc, Bc, Cc, A_log = (_to_chunks(z, chunk) for z in (x, B_t, C_t, log_decay))
-    documents = _to_chunks(boundary, chunk).cumsum(2, dtype=torch.int32)
-    A_cumsum = _sums_within(A_log.mT, documents.mT).mT
-    total, last = A_cumsum[:, :, -1:], documents[:, :, -1:]
+    # Heads before steps, as everything lies in memory.
+    documents = _to_chunks(boundary, chunk).mT.cumsum(-1, dtype=torch.int32)
+    A_cumsum = _sums_within(A_log.mT, documents)
+    total, last = A_cumsum[..., -1:], documents[..., -1:]
     # From the last position to the edge nothing decays: 0, and no gradient.
-    to_edge = F.pad(total - A_cumsum[:, :, :-1], (0, 0, 0, 1))
+    to_edge = F.pad(total - A_cumsum[..., :-1], (0, 1))
     decay_states = _exp(to_edge, dtype, documents != last)
     Y_diag, state = _solve_chunks(
-        *(ssd_dispatch, precision), *(Bc, Cc, Xc, A_log, decay_states, documents)
+        *(ssd_dispatch, precision),
+        *(Bc, Cc, Xc, A_log, decay_states.mT, documents.mT),
     )
-    total, closed = total.squeeze(2), last.squeeze(2) > 0
+    total, closed = total.squeeze(-1), last.squeeze(-1) > 0
     if exporting:
         entering, final_states = _pass_states_at_once(
             state, total, closed, initial_states
@@ -1055,8 +1242,8 @@ def _scan_chunks(
     else:
         decay = _exp(total, dtype, closed)
         entering, final_states = _pass_states(state, decay, initial_states)
-    read = Cc * _exp(A_cumsum, dtype, documents > 0).unsqueeze(-1)
-    Y_off = _real_product(read.transpose(2, 3), entering).transpose(2, 3)
+    read = Cc.transpose(2, 3) * _exp(A_cumsum, dtype, documents > 0).unsqueeze(-1)
+    Y_off = _real_product(read, entering).transpose(2, 3)
     y = Y_diag.real + Y_off if Y_diag.is_complex() else Y_diag + Y_off
     y = y.flatten(1, 2)
     if exporting:
@@ -1232,6 +1419,9 @@ for T, slow, fast in zip(lengths, loop, chunked, strict=True):
 # - **The window between chunks is strictly between.** Test with random steps.
 # - **The diagonal is 1.** An exclusive cumulative sum, or a strict triangle, loses the
 #   token itself.
+# - **The diagonal has no gradient.** Where it takes part, what is small beside it is
+#   lost.
+# - **A boundary is a number of a document**, not a large log decay.
 # - **Pad the log decay, not `dt`.**
 # - **Raw `dt` never meets the exponential**: softplus first.
 # - **Compare with `ssd_naive_complex(...).real`.** The chunkwise scan returns the real

@@ -719,16 +719,18 @@ def _scan_chunks(
         chunk = min(chunk_size, time)
     # Padding the log decay with 0 leaves the final state alone; dt = 0 would decay it.
     Xc, Bc, Cc, A_log = (_to_chunks(z, chunk) for z in (x, B_t, C_t, log_decay))
-    documents = _to_chunks(boundary, chunk).cumsum(2, dtype=torch.int32)
-    A_cumsum = _sums_within(A_log.mT, documents.mT).mT
-    total, last = A_cumsum[:, :, -1:], documents[:, :, -1:]
+    # Heads before steps, as everything lies in memory.
+    documents = _to_chunks(boundary, chunk).mT.cumsum(-1, dtype=torch.int32)
+    A_cumsum = _sums_within(A_log.mT, documents)
+    total, last = A_cumsum[..., -1:], documents[..., -1:]
     # From the last position to the edge nothing decays: 0, and no gradient.
-    to_edge = F.pad(total - A_cumsum[:, :, :-1], (0, 0, 0, 1))
+    to_edge = F.pad(total - A_cumsum[..., :-1], (0, 1))
     decay_states = _exp(to_edge, dtype, documents != last)
     Y_diag, state = _solve_chunks(
-        *(ssd_dispatch, precision), *(Bc, Cc, Xc, A_log, decay_states, documents)
+        *(ssd_dispatch, precision),
+        *(Bc, Cc, Xc, A_log, decay_states.mT, documents.mT),
     )
-    total, closed = total.squeeze(2), last.squeeze(2) > 0
+    total, closed = total.squeeze(-1), last.squeeze(-1) > 0
     if exporting:
         entering, final_states = _pass_states_at_once(
             state, total, closed, initial_states
@@ -736,8 +738,8 @@ def _scan_chunks(
     else:
         decay = _exp(total, dtype, closed)
         entering, final_states = _pass_states(state, decay, initial_states)
-    read = Cc * _exp(A_cumsum, dtype, documents > 0).unsqueeze(-1)
-    Y_off = _real_product(read.transpose(2, 3), entering).transpose(2, 3)
+    read = Cc.transpose(2, 3) * _exp(A_cumsum, dtype, documents > 0).unsqueeze(-1)
+    Y_off = _real_product(read, entering).transpose(2, 3)
     y = Y_diag.real + Y_off if Y_diag.is_complex() else Y_diag + Y_off
     y = y.flatten(1, 2)
     if exporting:
