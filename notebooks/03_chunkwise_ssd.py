@@ -401,7 +401,9 @@ assert causal_decay(torch.full((64,), -1.5).double(), torch.float32).isfinite().
 #
 # The second is a cumulative sum in segments. It takes $\log_2 C$ passes: after the
 # first every position holds the sum of two steps, its own and the one before, after the
-# second of four, and so on. What lies in another document is never added.
+# second of four, and so on. What lies in another document is never added. Its gradient
+# is the same sum from the right: a step is in the sums of all that follow it, to the
+# end of its document.
 
 
 # %% tags=["export"]
@@ -422,6 +424,35 @@ def _boundaries(
     return faded if reset is None else faded | reset.unsqueeze(-1)
 
 
+class _SegmentedSum(torch.autograd.Function):
+    """Running sums that begin anew with each document; (*batch, C), both arguments.
+
+    The gradient is the same sum from right to left.
+
+    Source: notebook 03, "Boundaries".
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z, documents):
+        total, step = z.clone(), 1
+        while step < total.shape[-1]:
+            same = documents[..., step:] == documents[..., :-step]
+            total[..., step:] += torch.where(same, total[..., :-step], 0)
+            step *= 2
+        return total
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (documents,) = ctx.saved_tensors
+        return _SegmentedSum.apply(grad.flip(-1), documents.flip(-1)).flip(-1), None
+
+
 def _sums_within(
     log_decay: Complex[Tensor, "*batch C"], documents: Int[Tensor, "*batch C"] | None
 ) -> Complex[Tensor, "*batch C"]:
@@ -437,13 +468,7 @@ def _sums_within(
     if documents is None:
         return log_decay.cumsum(-1)
     starts = documents.diff(dim=-1, prepend=torch.zeros_like(documents[..., :1])) != 0
-    total, step = log_decay.masked_fill(starts, 0), 1
-    while step < total.shape[-1]:
-        apart = documents[..., step:] != documents[..., :-step]
-        added = total[..., :-step].masked_fill(apart, 0) + total[..., step:]
-        total = torch.cat([total[..., :step], added], dim=-1)
-        step *= 2
-    return total
+    return _SegmentedSum.apply(log_decay.masked_fill(starts, 0), documents)
 
 
 # %%

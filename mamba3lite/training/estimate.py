@@ -155,9 +155,9 @@ def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
         kept += 8 * setting.rows * state + 16 * padded * heads
         return kept, size * tokens * width
     if model.ssd_dispatch == "pytorch":
-        inside = 32 * bc + 8 * heads * chunk + 4 * width + 100 * heads
+        inside = 32 * bc + 8 * heads * chunk + 4 * width + 88 * heads
     else:
-        inside = 24 * bc + 8 * width + 72 * heads
+        inside = 24 * bc + 8 * width + 79 * heads
     kept = 4 * tokens * columns + padded * inside + 16 * chunks * state
     # The projection, complex B, C and what C reads, and y four times over.
     passing = tokens * (24 * bc + 16 * width + 48 * heads) + 8 * chunks * state
