@@ -1180,7 +1180,7 @@ def ssd_complex_chunkwise(
         return_final_states: also return the state after the last real token; fed back
             as initial_states it continues the sequence.
         reset: True where a document starts: the state arriving there is dropped. Not
-            even a NaN passes ("fused": a NaN spoils the chunk that it is in).
+            even a NaN passes.
 
     Returns:
         y, real float32 (float64 for double inputs), or `(y, final_states)`.

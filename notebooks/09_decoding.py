@@ -1810,6 +1810,7 @@ if HAS_TRITON:
         _operands,
         _passed_on,
         _read_gates,
+        _span,
         _store_edge,
         _store_gates,
         _turned,
@@ -2033,15 +2034,15 @@ if HAS_TRITON:
         if tl.load(slots_ptr + e) >= 0:
             target = tl.load(target_ptr + e)
             open_ptr += start.to(tl.int64) * W
-            gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
+            gates = gates_ptr + program.to(tl.int64) * 5 * BLOCK_C
             step, lane = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
             here, one = step <= target, (lane == 0)[:, None]
             _store_gates(
                 open_ptr + H * (D + 2 * N) + h, A_ptr + 2 * h, A_ptr, gates, step,
                 here, W, BLOCK_C, False, EMULATE,
             )  # fmt: skip
-            cos, sin, _, _ = _read_gates(gates, step, BLOCK_C, False)
-            cos_row, sin_row, _, _ = _read_gates(
+            cos, sin, _, _, _ = _read_gates(gates, step, BLOCK_C, False)
+            cos_row, sin_row, _, _, _ = _read_gates(
                 gates, target + 0 * lane, BLOCK_C, False
             )
             M = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
@@ -2108,11 +2109,11 @@ if HAS_TRITON:
         if slot >= 0:
             target = tl.load(target_ptr + e)
             open_ptr += start.to(tl.int64) * W
-            gates = gates_ptr + program.to(tl.int64) * 4 * BLOCK_C
-            cos, sin, U_row, document = _read_gates(
+            gates = gates_ptr + program.to(tl.int64) * 5 * BLOCK_C
+            cos, sin, U_row, low_row, document = _read_gates(
                 gates, target + 0 * lane, BLOCK_C, False
             )
-            _, _, U, _ = _read_gates(gates, step, BLOCK_C, False)
+            _, _, U, low, _ = _read_gates(gates, step, BLOCK_C, False)
             edge = (slot.to(tl.int64) * H + h) * D * N
             for n0 in tl.static_range(0, N, BLOCK_N):
                 n = n0 + tl.arange(0, BLOCK_N)
@@ -2132,8 +2133,10 @@ if HAS_TRITON:
             M = tl.load(cb_ptr + cb_at, mask=one & here[None, :], other=0.0)
             x_at = step[:, None] * W + h * D + d[None, :]
             x = tl.load(open_ptr + x_at, mask=here[:, None], other=0.0)
-            decay = _exp_where(here[None, :], U_row[:, None] - U[None, :])
-            entry = _from_entry(U_row, document)
+            span = _span(
+                U_row[:, None], low_row[:, None], U[None, :], low[None, :], PRECISION
+            )
+            decay, entry = _exp_where(here[None, :], span), _from_entry(U_row, document)
             Y = _from_tokens(M, decay, x, Y, entry, PRECISION, EMULATE, WHOLE)
         y_at = program.to(tl.int64) * D + 0 * lane[:, None] + d[None, :]
         tl.store(
@@ -2172,7 +2175,7 @@ if HAS_TRITON:
             if tl.load(flag_ptr + e, mask=e < entries, other=0) != 0:
                 slot = tl.load(slots_ptr + e).to(tl.int64)
                 base = open_ptr + tl.load(start_ptr + e).to(tl.int64) * W
-                gates = gates_ptr + (e.to(tl.int64) * H + h) * 4 * BLOCK_C
+                gates = gates_ptr + (e.to(tl.int64) * H + h) * 5 * BLOCK_C
                 x = tl.load(base + step[:, None] * W + h * D + d[None, :])
                 K_re, K_im = _load_pair(
                     base + H * D, H * N, step[:, None] * W + h * N + n[None, :], None
@@ -2185,7 +2188,7 @@ if HAS_TRITON:
                 added_re, added_im = _as_kept(added_re, added_im, PRECISION)
                 at = (slot * H + h) * D * N + d[None, :] * N + n[:, None]
                 S_re, S_im = _load_edge(states_ptr, at, False, True)
-                cos, sin, U, last = _read_gates(gates, BLOCK_C - 1, BLOCK_C, False)
+                cos, sin, U, _, last = _read_gates(gates, BLOCK_C - 1, BLOCK_C, False)
                 S_re, S_im = _passed_on(
                     S_re, S_im, cos, sin, _from_entry(U, last), added_re, added_im
                 )
@@ -2455,7 +2458,7 @@ def scanned_twice(
     for start in range(0, T, chunk):
         here = slice(start, min(start + chunk, T))
         n = here.stop - start
-        gates = proj.new_empty(n, H, 4, chunk, dtype=torch.float32)
+        gates = proj.new_empty(n, H, 5, chunk, dtype=torch.float32)
         entry = (slots[:n], targets[:n], slots[:n] + start)
         step_C = C[here].contiguous()
         if device.type == "cuda":
@@ -2573,7 +2576,7 @@ class _Step:
         entries = slots.new_empty(3, L, E)
         self.slots, self.starts, self.full = entries
         C = cache.chunk
-        self.gates = self.u.new_empty(L, E, cfg.n_heads, 4, C, dtype=torch.float32)
+        self.gates = self.u.new_empty(L, E, cfg.n_heads, 5, C, dtype=torch.float32)
         with torch.cuda.device_of(weight):
             _begin_kernel[(E,)](
                 tokens, slots, cache.cursor, weight, self.u, self.targets, entries,

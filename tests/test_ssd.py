@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import (
+    SPOILED,
     Case,
     complex_normal,
     in_double,
     random_case,
     random_state,
     relative_error,
+    spoiled_steps,
     whole_range_case,
 )
 from hypothesis import assume, given
@@ -817,19 +819,6 @@ def test_packed_documents_equal_each_alone(scan, documents, seed, at_zero, carri
     assert relative_error(final, last) < FORWARD_LIMIT
 
 
-NOWHERE = torch.tensor(torch.nan)
-SPOILED = {  # where: (name, step, value); and the steps that the loop then spoils
-    "x": (("x", 18, NOWHERE), range(18, 20)),
-    "one channel of x": (("x", (18, 0, 0), NOWHERE), range(18, 20)),
-    "an infinite x": (("x", 0, torch.tensor(torch.inf)), range(20)),
-    "B": (("B_t", 25, NOWHERE), range(25, 41)),
-    "C": (("C_t", 25, NOWHERE), range(25, 26)),
-    "dt": (("dt", 41 + 3, NOWHERE), range(44, 50)),
-    "dt of a first step": (("dt", 20, NOWHERE), range(0)),
-    "the state before": (("initial_states", 0, NOWHERE), range(20)),
-}
-
-
 class TestDocuments:
     """Documents at 0, 20 and 41 of 50 steps, in chunks of 16."""
 
@@ -877,11 +866,6 @@ class TestDocuments:
         for z in (x, case.B_t, case.C_t, case.dt, case.A):
             assert z.grad.isfinite().all()
         assert x.grad[:, 20:].any() and not x.grad[:, :20].any()
-
-
-def spoiled_steps(y: torch.Tensor) -> list[int]:
-    """Steps at which some number is not finite."""
-    return (~y.isfinite()).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
 
 
 @both_scans

@@ -103,19 +103,46 @@ if HAS_TRITON:
             log1p = libdevice.log1p(libdevice.exp(-tl.abs(dt)))
         return tl.maximum(dt, 0.0) + log1p
 
+    # Below it, exp is 0 in float32: such a step forgets all that was before.
+    _FADED = tl.constexpr(-104.0)
+    _FIXED = tl.constexpr(2.0**44)  # what counts as 1 in a sum of log decays
+
     @triton.jit
-    def _gates(dt, counts, A_re, A_im, EMULATE: tl.constexpr):
-        """Step size, and cos V, sin V and U at each step; steps are the first axis.
+    def _in_document(sum_a, document_a, sum_b, document_b):
+        """Two sums, one after the other, as one: the later alone if it starts anew."""
+        return tl.where(document_a == document_b, sum_a + sum_b, sum_b), document_b
+
+    @triton.jit
+    def _gates(
+        dt, counts, document, A_re, A_im, HAS_RESET: tl.constexpr, EMULATE: tl.constexpr
+    ):
+        """Step size, cos V, sin V, and U and what it lacks; steps are the first axis.
 
         Where `counts` is false, past the end and at a reset, nothing decays or turns.
+        What is not finite makes U NaN, up to the end of its document.
         """
         delta = tl.where(counts, _softplus(dt, EMULATE), 0.0)
-        turns = delta * (A_im * 0.15915494309189535)  # 1 / (2 pi)
+        log_decay, angle = delta * A_re, delta * A_im
+        lost = (log_decay + angle) * 0.0  # 0, or NaN
+        finite = lost == 0.0
+        turns = tl.where(finite, delta, 0.0) * (
+            A_im * 0.15915494309189535
+        )  # 1 / (2 pi)
         turns -= tl.floor(turns + 0.5)
         # 2^32 is one turn: integers sum without rounding, and overflow drops turns.
         V = tl.cumsum((turns * 4294967296.0).to(tl.int32), 0)
         V = V.to(tl.float32) * 1.4629180792671596e-09  # radians, half a turn at most
-        return delta, tl.cos(V), tl.sin(V), tl.cumsum(delta * A_re, 0)
+        # Log decays are integers, too, so that a large one does not cost small digits.
+        log_decay = tl.where(finite, tl.maximum(log_decay, _FADED), 0.0)
+        total = tl.cumsum((log_decay * _FIXED).to(tl.int64), 0)
+        U = total.to(tl.float32)
+        low = (total - U.to(tl.int64)).to(tl.float32) * (1.0 / _FIXED)
+        if HAS_RESET:
+            document = document + tl.zeros_like(V).to(tl.int32)
+            lost, _ = tl.associative_scan((lost, document), 0, _in_document)
+        else:
+            lost = tl.cumsum(lost, 0)
+        return delta, tl.cos(V), tl.sin(V), U * (1.0 / _FIXED) + lost, low
 
     @triton.jit
     def _fresh(reset_ptr, step, here, HAS_RESET: tl.constexpr):
@@ -131,7 +158,7 @@ if HAS_TRITON:
         D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
         HAS_RESET: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
-        """Gates of one chunk, BLOCK_H heads: cos V, sin V, U and the document.
+        """Gates of one chunk, BLOCK_H heads: cos V, sin V, U in two rows, document.
 
         Grid (B nc, H / BLOCK_H). Neighboring heads are read in one piece.
         """
@@ -148,16 +175,19 @@ if HAS_TRITON:
         A_re = tl.load(A_ptr + 2 * h, mask=h < H, other=0.0)
         A_im = tl.load(A_ptr + 2 * h + 1, mask=h < H, other=0.0)
         fresh = _fresh(reset_ptr + token, step, here, HAS_RESET)
-        counts = (here & (fresh == 0))[:, None]
-        _, cos, sin, U = _gates(dt, counts, A_re[None, :], A_im[None, :], EMULATE)
+        counts, document = (here & (fresh == 0))[:, None], tl.cumsum(fresh, 0)[:, None]
+        _, cos, sin, U, low = _gates(
+            dt, counts, document, A_re[None, :], A_im[None, :], HAS_RESET, EMULATE
+        )
         index = chunk.to(tl.int64) * H + h
-        at = gates_ptr + index[None, :] * 4 * BLOCK_C + step[:, None]
+        at = gates_ptr + index[None, :] * 5 * BLOCK_C + step[:, None]
         exists = (h < H)[None, :] & (step >= 0)[:, None]
         tl.store(at, cos, mask=exists)
         tl.store(at + BLOCK_C, sin, mask=exists)
         tl.store(at + 2 * BLOCK_C, U, mask=exists)
-        document = tl.cumsum(fresh, 0).to(tl.float32)[:, None]
-        tl.store(at + 3 * BLOCK_C, document + tl.zeros_like(U), mask=exists)
+        tl.store(at + 3 * BLOCK_C, low, mask=exists)
+        document = document.to(tl.float32) + tl.zeros_like(cos)
+        tl.store(at + 4 * BLOCK_C, document, mask=exists)
 
 
 # %% notebooks/06_rotary_fusion.py#decay-with-documents
@@ -165,12 +195,12 @@ if HAS_TRITON:
 
     @triton.jit
     def _read_gates(ptr, at, BLOCK_C: tl.constexpr, HAS_RESET: tl.constexpr):
-        """cos V, sin V, U and the document of steps of a chunk, or of one step."""
+        """cos V, sin V, U in two parts and the document: of steps, or of one step."""
         document = 0 * at
         if HAS_RESET:
-            document = tl.load(ptr + 3 * BLOCK_C + at).to(tl.int32)
-        cos, sin = tl.load(ptr + at), tl.load(ptr + BLOCK_C + at)
-        return cos, sin, tl.load(ptr + 2 * BLOCK_C + at), document
+            document = tl.load(ptr + 4 * BLOCK_C + at).to(tl.int32)
+        U, low = tl.load(ptr + 2 * BLOCK_C + at), tl.load(ptr + 3 * BLOCK_C + at)
+        return tl.load(ptr + at), tl.load(ptr + BLOCK_C + at), U, low, document
 
     @triton.jit
     def _from_entry(U, document):
@@ -178,22 +208,36 @@ if HAS_TRITON:
         return tl.where(document == 0, tl.exp(U), 0.0)
 
     @triton.jit
-    def _to_end(U, document, U_last, last):
-        """Decay from each step to the chunk's end; 0 but in the last document."""
-        return tl.where(document == last, tl.exp(U_last - U), 0.0)
+    def _span(U, low, U_0, low_0, PRECISION: tl.constexpr):
+        """The log decay between two steps; what U lacks is below the digits of tf32."""
+        if PRECISION == "ieee":
+            return (U - U_0) + (low - low_0)
+        else:
+            return U - U_0
 
     @triton.jit
-    def _decay(U, document, BLOCK_C: tl.constexpr, TURNED: tl.constexpr):
-        """exp(U[l] - U[s]) for s <= l in a document, else 0; transposed if TURNED."""
+    def _to_end(U, low, document, U_last, low_last, last, PRECISION: tl.constexpr):
+        """Decay from each step to the chunk's end; 0 but in the last document."""
+        span = _span(U_last, low_last, U, low, PRECISION)
+        return tl.where(document == last, tl.exp(span), 0.0)
+
+    @triton.jit
+    def _decayed(
+        M, U, low, document, BLOCK_C: tl.constexpr, TURNED: tl.constexpr,
+        HAS_RESET: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """M[l, s] exp(U[l] - U[s]) for s <= l in a document, else 0; M^T if TURNED."""
         step = tl.arange(0, BLOCK_C)
-        span = U[:, None] - U[None, :]
+        span = _span(U[:, None], low[:, None], U[None, :], low[None, :], PRECISION)
         seen = step[:, None] >= step[None, :]
         if TURNED:
             span = -span
             seen = step[:, None] <= step[None, :]
-        seen = seen & (document[:, None] == document[None, :])
+        if HAS_RESET:  # M may be NaN in another document
+            seen = seen & (document[:, None] == document[None, :])
+            M = tl.where(seen, M, 0.0)
         # Select before exp: in the future the exponent is positive and overflows.
-        return tl.exp(tl.where(seen, span, float("-inf")))
+        return M * tl.exp(tl.where(seen, span, float("-inf")))
 
 
 # %% notebooks/06_rotary_fusion.py#rotation-in-registers
@@ -230,11 +274,16 @@ if HAS_TRITON:
         e^L S + sum_l e^L_l C_l dy_l.
         """
         step = tl.arange(0, BLOCK_C)
-        cos, sin, U, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
-        cos_last, sin_last, U_last, last = _read_gates(
+        cos, sin, U, low, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
+        cos_last, sin_last, U_last, low_last, last = _read_gates(
             gates, BLOCK_C - 1, BLOCK_C, HAS_RESET
         )
         keep = _from_entry(U_last, last)
+        if HAS_RESET and last > 0:  # 0 times NaN is NaN, and must not be
+            counts = (document == (0 if REVERSE else last))[:, None]
+            x = tl.where(counts, x, 0.0)
+            S_re, S_im = tl.zeros_like(S_re), tl.zeros_like(S_im)
+            K_re, K_im = tl.where(counts, K_re, 0.0), tl.where(counts, K_im, 0.0)
         # Rows turn by V_last - V or, in reverse, by V - V_last: then all by V_last.
         turn_re = tl.fma(cos_last, cos, sin_last * sin)
         turn_im = tl.fma(sin_last, cos, -(cos_last * sin))
@@ -242,7 +291,7 @@ if HAS_TRITON:
             size, turn_im = _from_entry(U, document), -turn_im
             S_re, S_im = S_re * keep, S_im * keep
         else:
-            size = _to_end(U, document, U_last, last)
+            size = _to_end(U, low, document, U_last, low_last, last, PRECISION)
             S_re, S_im = (
                 (S_re * cos_last - S_im * sin_last) * keep,
                 (S_re * sin_last + S_im * cos_last) * keep,
@@ -291,11 +340,15 @@ if HAS_TRITON:
         dt = tl.load(dt_ptr + step * W, mask=here, other=0.0).to(tl.float32)
         fresh = _fresh(reset_ptr, step, here, HAS_RESET)
         A_re, A_im = tl.load(A_ptr), tl.load(A_ptr + 1)
-        _, cos, sin, U = _gates(dt, here & (fresh == 0), A_re, A_im, EMULATE)
+        counts, document = here & (fresh == 0), tl.cumsum(fresh, 0)
+        _, cos, sin, U, low = _gates(
+            dt, counts, document, A_re, A_im, HAS_RESET, EMULATE
+        )
         tl.store(gates + step, cos)
         tl.store(gates + BLOCK_C + step, sin)
         tl.store(gates + 2 * BLOCK_C + step, U)
-        tl.store(gates + 3 * BLOCK_C + step, tl.cumsum(fresh, 0).to(tl.float32))
+        tl.store(gates + 3 * BLOCK_C + step, low)
+        tl.store(gates + 4 * BLOCK_C + step, document.to(tl.float32))
         tl.debug_barrier()
 
     @triton.jit(do_not_specialize=["T", "n_chunks"])
@@ -344,7 +397,7 @@ if HAS_TRITON:
             index = (b.to(tl.int64) * n_chunks + chunk) * H + h
             first = chunk.to(tl.int64) * BLOCK_C
             here = (first + step < T)[:, None]
-            gates, states = gates_ptr + index * 4 * BLOCK_C, index * 2 * N * D
+            gates, states = gates_ptr + index * 5 * BLOCK_C, index * 2 * N * D
             x = tl.load(x_ptr + first * x_row + x_at, mask=here, other=0.0)
             K_re, K_im = _load_pair(proj_ptr + first * W, H * N, at, here)
             if WALK:
@@ -399,11 +452,14 @@ if HAS_TRITON:
             added_re, added_im = _load_pair(
                 states_ptr + index * 2 * N * D, N * D, at, None
             )
-            cos, sin, U, last = _read_gates(
-                gates_ptr + index * 4 * BLOCK_C, BLOCK_C - 1, BLOCK_C, HAS_RESET
+            cos, sin, U, _, last = _read_gates(
+                gates_ptr + index * 5 * BLOCK_C, BLOCK_C - 1, BLOCK_C, HAS_RESET
             )
             keep = _from_entry(U, last)
             _store_pair(states_ptr + index * 2 * N * D, N * D, at, None, S_re, S_im)
+            if HAS_RESET:
+                S_re = tl.where(last == 0, S_re, 0.0)
+                S_im = tl.where(last == 0, S_im, 0.0)
             S_re, S_im = _passed_on(S_re, S_im, cos, sin, keep, added_re, added_im)
         _store_edge(out_ptr, at_edge, S_re, S_im, REVERSE)
 
@@ -498,12 +554,12 @@ def _walks(batch: int, heads: int, n_chunks: int) -> bool:
 
 
 def _new_gates(proj, A, reset, D, N, C, walk=None):
-    """Gates of every chunk and head, (B, nc, H, 4, C), float32: cos V, sin V, U, and
-    the number of resets so far in the chunk; not yet computed when chunks will do it.
+    """Gates of every chunk and head, (B, nc, H, 5, C), float32: cos V, sin V, U, what U
+    lacks, and the resets so far in the chunk; not yet computed when chunks will do it.
     """
     batch, time, width = proj.shape
     H, n_chunks = A.shape[0], -(-time // C)
-    gates = proj.new_empty(batch, n_chunks, H, 4, C, dtype=torch.float32)
+    gates = proj.new_empty(batch, n_chunks, H, 5, C, dtype=torch.float32)
     if _walks(batch, H, n_chunks) if walk is None else walk:
         _start(
             _gates_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
@@ -572,8 +628,8 @@ if HAS_TRITON:
         token = (chunk // n_chunks).to(tl.int64) * T + first
         index = chunk.to(tl.int64) * H + h
         base, G_ptr = proj_ptr + token * W, states_ptr + index * 2 * N * D
-        cos, sin, U, document = _read_gates(
-            gates_ptr + index * 4 * BLOCK_C, step, BLOCK_C, HAS_RESET
+        cos, sin, U, low, document = _read_gates(
+            gates_ptr + index * 5 * BLOCK_C, step, BLOCK_C, HAS_RESET
         )
         Y = tl.zeros((BLOCK_C, D), tl.float32)
         M = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
@@ -593,9 +649,15 @@ if HAS_TRITON:
             Y = _dot(q_im, G_im, _dot(q_re, G_re, Y, PRECISION), PRECISION)
         x_at = step[:, None] * W + h * D + d[None, :]
         x = tl.load(base + x_at, mask=here, other=0.0)
+        Y = Y * _from_entry(U, document)[:, None]
+        if HAS_RESET and tl.max(document, 0) > 0:  # 0 times NaN is NaN, and must not be
+            Y = tl.where((document == 0)[:, None], Y, 0.0)
+            lost = x.to(tl.float32) * 0.0
+            M += tl.sum(lost, 1)[None, :]  # a score of NaN, in the document of that x
+            x = tl.where(lost == 0.0, x, 0.0)
+        M = _decayed(M, U, low, document, BLOCK_C, False, HAS_RESET, PRECISION)
         x = _operand(x, PRECISION, EMULATE)
-        P = _operand(M * _decay(U, document, BLOCK_C, False), PRECISION, EMULATE)
-        Y = _dot(P, x, Y * _from_entry(U, document)[:, None], PRECISION)
+        Y = _dot(_operand(M, PRECISION, EMULATE), x, Y, PRECISION)
         y_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
         tl.store(y_ptr + y_at, Y.to(y_ptr.dtype.element_ty), mask=here)
 
@@ -612,12 +674,13 @@ if HAS_TRITON:
     ):  # fmt: skip
         """dC of one chunk and head, and its share of dU and dV."""
         step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
-        cos, sin, U, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
+        cos, sin, U, low, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
         grown = _from_entry(U, document)[:, None]
         x = _operand(tl.load(base + x_at, mask=here, other=0.0), PRECISION, EMULATE)
         dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
         dM = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-        dM = _dot(dy, tl.trans(x), dM, PRECISION) * _decay(U, document, BLOCK_C, False)
+        dM = _dot(dy, tl.trans(x), dM, PRECISION)
+        dM = _decayed(dM, U, low, document, BLOCK_C, False, HAS_RESET, PRECISION)
         dM = _operand(dM, PRECISION, EMULATE)
         zero = tl.zeros((BLOCK_C, BLOCK_N), tl.float32)
         dU, dV = tl.zeros((BLOCK_C,), tl.float32), tl.zeros((BLOCK_C,), tl.float32)
@@ -662,15 +725,16 @@ if HAS_TRITON:
     ):  # fmt: skip
         """dB of one chunk and head, and its share of dU and dV."""
         step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
-        cos, sin, U, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
-        cos_last, sin_last, U_last, last = _read_gates(
+        cos, sin, U, low, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
+        cos_last, sin_last, U_last, low_last, last = _read_gates(
             gates, BLOCK_C - 1, BLOCK_C, HAS_RESET
         )
-        left = _to_end(U, document, U_last, last)[:, None]
+        left = _to_end(U, low, document, U_last, low_last, last, PRECISION)[:, None]
         x = _operand(tl.load(base + x_at, mask=here, other=0.0), PRECISION, EMULATE)
         dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
         dM = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-        dM = _dot(x, tl.trans(dy), dM, PRECISION) * _decay(U, document, BLOCK_C, True)
+        dM = _dot(x, tl.trans(dy), dM, PRECISION)
+        dM = _decayed(dM, U, low, document, BLOCK_C, True, HAS_RESET, PRECISION)
         dM = _operand(dM, PRECISION, EMULATE)
         zero = tl.zeros((BLOCK_C, BLOCK_N), tl.float32)
         dU, dV = tl.zeros((BLOCK_C,), tl.float32), tl.zeros((BLOCK_C,), tl.float32)
@@ -717,8 +781,8 @@ if HAS_TRITON:
         G_ptr: the state that enters the next chunk; the last chunk reads the final one.
         """
         step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
-        cos, sin, U, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
-        cos_last, sin_last, U_last, last = _read_gates(
+        cos, sin, U, low, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
+        cos_last, sin_last, U_last, low_last, last = _read_gates(
             gates, BLOCK_C - 1, BLOCK_C, HAS_RESET
         )
         dx = tl.zeros((BLOCK_C, D), tl.float32)
@@ -751,9 +815,9 @@ if HAS_TRITON:
             M = _dot(k_im, tl.trans(q_im), M, PRECISION)
             dx = _dot(k_im, E_im, _dot(k_re, E_re, dx, PRECISION), PRECISION)
         dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
-        P = _operand(M * _decay(U, document, BLOCK_C, True), PRECISION, EMULATE)
-        dx = dx * _to_end(U, document, U_last, last)[:, None]
-        dx = _dot(P, dy, dx, PRECISION)
+        M = _decayed(M, U, low, document, BLOCK_C, True, HAS_RESET, PRECISION)
+        dx = dx * _to_end(U, low, document, U_last, low_last, last, PRECISION)[:, None]
+        dx = _dot(_operand(M, PRECISION, EMULATE), dy, dx, PRECISION)
         tl.store(dbase + x_at, dx.to(dbase.dtype.element_ty), mask=here)
         tl.store(totals, dU)
         tl.store(totals + 1, dV)
@@ -786,7 +850,7 @@ if HAS_TRITON:
         base, dbase = proj_ptr + token * W, dproj_ptr + token * W
         x_at = step[:, None] * W + h * D + d[None, :]
         dy_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
-        gates = gates_ptr + index * 4 * BLOCK_C
+        gates = gates_ptr + index * 5 * BLOCK_C
         sums = sums_ptr + index * 4 * BLOCK_C
         E_ptr = dstates_ptr + index * 2 * N * D
         if kind == 0:
@@ -837,20 +901,26 @@ if HAS_TRITON:
         A_im = tl.load(A_ptr + 2 * h + 1, mask=known, other=0.0)[None, :]
         fresh = _fresh(reset_ptr + token, step, here, HAS_RESET)
         delta = _softplus(dt, EMULATE)
-        delta = tl.where((here & (fresh == 0))[:, None], delta, 0.0)
+        # At a reset, past the end and where all is forgotten there is no gradient.
+        smooth = (here & (fresh == 0))[:, None] & (delta * A_re >= _FADED)
         index = chunk.to(tl.int64) * H + h
         own = index[None, :] * 4 * BLOCK_C + step[:, None]
         exists = known[None, :] & (step >= 0)[:, None]
-        dU, dV = _load_pair(sums_ptr, BLOCK_C, own, exists)
+        du, dv = _load_pair(sums_ptr, BLOCK_C, own, exists)
         from_keys = _load_pair(sums_ptr + 2 * BLOCK_C, BLOCK_C, own, exists)
-        dU, dV = dU + from_keys[0], dV + from_keys[1]
+        du, dv = du + from_keys[0], dv + from_keys[1]
         last = _load_pair(totals_ptr, 1, 2 * index, known)
-        # A step is part of every later sum of its chunk.
-        du = (tl.sum(dU, 0) + last[0])[None, :] - tl.cumsum(dU, 0) + dU
-        dv = (tl.sum(dV, 0) + last[1])[None, :] - tl.cumsum(dV, 0) + dV
-        # delta is 0 at a reset and past the end: there, no gradient either.
-        ddt = tl.where(delta == 0.0, 0.0, (du * A_re + dv * A_im) * tl.sigmoid(dt))
+        at_end = (step == BLOCK_C - 1)[:, None]
+        du = tl.where(at_end, du + last[0][None, :], du)
+        dv = tl.where(at_end, dv + last[1][None, :], dv)
+        # A step is part of every later sum of its document in the chunk.
+        document = tl.cumsum((here[:, None] & ~smooth).to(tl.int32), 0)
+        du, _ = tl.associative_scan((du, document), 0, _in_document, reverse=True)
+        dv, _ = tl.associative_scan((dv, document), 0, _in_document, reverse=True)
+        ddt = (du * A_re + dv * A_im) * tl.sigmoid(dt)
+        ddt = tl.where(smooth, ddt, 0.0)
         tl.store(dproj_ptr + at, ddt.to(dproj_ptr.dtype.element_ty), mask=mask)
+        delta = tl.where(smooth, delta, 0.0)
         tl.store(dA_ptr + 2 * index, tl.sum(delta * du, 0), mask=known)
         tl.store(dA_ptr + 2 * index + 1, tl.sum(delta * dv, 0), mask=known)
 
@@ -916,7 +986,7 @@ def _fake_ssd_fused(
         proj.new_empty(batch, time, H, D),
         A.new_empty(batch, H, D, N),
         proj.new_empty(batch, n_chunks, H, 2, N, D, dtype=kind),
-        proj.new_empty(batch, n_chunks, H, 4, chunk, dtype=torch.float32),
+        proj.new_empty(batch, n_chunks, H, 5, chunk, dtype=torch.float32),
     )
 
 
@@ -930,7 +1000,7 @@ def _backward(
     proj, A, dy, dfinal = map(_as_it_lies, (proj, A, dy, dfinal))
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
     dproj = torch.empty_like(proj)
-    sums = proj.new_empty(gates.shape, dtype=torch.float32)
+    sums = gates.new_empty(batch, n_chunks, H, 4, C)
     totals, shares = sums.new_empty(2, batch * n_chunks, H, 2).unbind()
     edge = totals if dfinal is None else torch.view_as_real(dfinal)
     shape = {"D": D, "N": N, "BLOCK_C": C, "HAS_RESET": reset is not None}

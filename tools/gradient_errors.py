@@ -1,0 +1,185 @@
+"""How exact the gradients of dt and A are, by decay, way and precision.
+
+    python tools/gradient_errors.py [--json docs/benchmarks/h200-gradients.json]
+
+Every dispatch and precision that runs here, and the loop in float32, against the loop
+in complex128 on the same numbers. y, x, B and C: relative by norm. dt and A: the
+largest error of one, relative to the largest gradient. `leak`: the largest gradient
+that reaches a document from what follows it; 0 is right.
+"""
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mamba3lite.files import write_whole
+from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
+from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
+
+NAMES = ("x", "A", "B", "C", "dt")
+BATCH, HEADS, SEED = 2, 4, 0
+WAYS = (
+    ("loop", None), ("pytorch", None), ("triton", "ieee"), ("triton", "tf32"),
+    ("fused", "ieee"), ("fused", "tf32"), ("fused", "bf16"),
+)  # fmt: skip
+
+
+def inputs(name: str, time: int, side: int) -> tuple[list[Tensor], Tensor | None]:
+    """x, A, B, C and dt in single precision, and where documents start.
+
+    "reference" is the distribution that the tests share: dt ~ N(0, 1), log(-Re A)
+    uniform from log 1e-3 to log 2, Im A from -pi to pi, the rest N(0, 1).
+    """
+    g = torch.Generator().manual_seed(SEED)
+
+    def normal(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=g, dtype=dtype)
+
+    def uniform(low, high, *shape):
+        return low + (high - low) * torch.rand(*shape, generator=g)
+
+    steps = BATCH, time, HEADS
+    angle = uniform(-math.pi, math.pi, HEADS)
+    rate = uniform(math.log(1e-3), math.log(2), HEADS).exp()
+    dt, reset = normal(*steps), None
+    if name == "strong":
+        rate, angle, dt = (
+            torch.full((HEADS,), 10.0),
+            0 * angle + 3,
+            uniform(0, 5, *steps),
+        )
+    elif name == "stronger":
+        rate, dt = torch.linspace(1, 17, HEADS), uniform(8, 20, *steps)
+    elif name == "mixed":
+        rate = torch.linspace(0.5, 8, HEADS)
+        kind = torch.randint(0, 4, steps, generator=g)
+        dt = torch.tensor([-8.0, -3.0, 2.0, 300.0])[kind] + normal(*steps)
+    elif name == "documents":
+        reset = torch.rand(BATCH, time, generator=g) < 0.08
+    B, C = (normal(*steps, side, dtype=torch.complex64) for _ in range(2))
+    return [normal(*steps, side), torch.complex(-rate, angle), B, C, dt], reset
+
+
+def run(scan: Callable, case: list[Tensor], weights: Tensor, reset) -> list[Tensor]:
+    """y and the gradients of <weights, y>."""
+    leaves = [z.detach().requires_grad_() for z in case]
+    y = scan(*leaves, reset=reset)
+    y = y.real if y.is_complex() else y
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), leaves)]
+
+
+def leak(scan: Callable, case: list[Tensor], weights: Tensor, reset: Tensor) -> float:
+    """The largest gradient of dt in the first documents from all later ones."""
+    leaves = [z.detach().requires_grad_() for z in case]
+    y = scan(*leaves, reset=reset)
+    y = y.real if y.is_complex() else y
+    starts = reset.cumsum(1)
+    cut = starts[:, starts.shape[1] // 2, None]
+    loss = (y * weights * (starts > cut)[..., None, None]).sum()
+    (found,) = torch.autograd.grad(loss, leaves[4])
+    return found[(starts <= cut) & ~reset].abs().max().item()
+
+
+def errors(got: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+    """One number for y and each gradient."""
+    found = {}
+    for name, mine, truth in zip(("y", *NAMES), got, exact, strict=True):
+        off = mine.cpu().to(truth.dtype) - truth
+        if name in ("dt", "A"):
+            parts = (
+                torch.view_as_real(z) if z.is_complex() else z for z in (off, truth)
+            )
+            off, truth = parts
+            found[name] = (off.abs().max() / truth.abs().max()).item()
+        else:
+            found[name] = (off.norm() / truth.norm()).item()
+    return found
+
+
+def measure(device: str, time: int, side: int) -> list[dict]:
+    """A row for each input and way."""
+    rows = []
+    for name in ("reference", "strong", "stronger", "mixed", "documents"):
+        case, reset = inputs(name, time, side)
+        g = torch.Generator().manual_seed(SEED + 1)
+        weights = torch.randn(case[0].shape, generator=g)
+        for dispatch, precision in WAYS:
+            kernels = dispatch in ("triton", "fused")
+            if kernels and not (HAS_TRITON and (device == "cuda" or _interpreted())):
+                continue
+            here = case
+            if precision == "bf16":  # what the projection of a model would hold
+                here = [z if z is case[1] else _rounded(z) for z in case]
+
+            def scan(*leaves, dispatch=dispatch, precision=precision, **options):
+                if dispatch == "loop":
+                    return ssd_naive_complex(*leaves, **options)
+                return ssd_complex_chunkwise(
+                    *leaves, 64, dispatch, precision=precision, **options
+                )
+
+            double = [z.to(torch.promote_types(z.dtype, torch.float64)) for z in here]
+            exact = run(ssd_naive_complex, double, weights.double(), reset)
+            place = device if dispatch != "loop" else "cpu"
+            on = [z.to(place) for z in here]
+            flags = None if reset is None else reset.to(place)
+            got = run(scan, on, weights.to(place), flags)
+            row = {"input": name, "dispatch": dispatch, "precision": precision}
+            row["errors"] = errors(got, exact)
+            if reset is not None:
+                row["leak"] = leak(scan, on, weights.to(place), flags)
+            print(
+                name,
+                dispatch,
+                precision,
+                *(f"{k} {v:.1e}" for k, v in row["errors"].items()),
+                row.get("leak", ""),
+                flush=True,
+            )
+            rows.append(row)
+    return rows
+
+
+def _rounded(z: Tensor) -> Tensor:
+    """z in the numbers that bfloat16 has."""
+    if z.is_complex():
+        return torch.view_as_complex(_rounded(torch.view_as_real(z)))
+    return z.bfloat16().float()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--time", type=int, default=512, help="steps (default 512)")
+    parser.add_argument("--side", type=int, default=64, help="D and N (default 64)")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = measure(device, args.time, args.side)
+    if args.json is not None:
+        name = platform.machine()
+        if device == "cuda":
+            name = torch.cuda.get_device_name()
+        report = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "command": shlex.join(["python", *sys.argv]),
+            "device": {"name": name},
+            "versions": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "rows": rows,
+        }
+        write_whole(args.json, json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
