@@ -242,3 +242,19 @@ def test_a_compiled_scan_has_the_same_gradients():
     )
     for name, got in gradients(scan, case).items():
         assert largest_error(got, wanted[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("complex_x", [False, True], ids=["real", "complex"])
+def test_a_backward_pass_under_autocast_keeps_the_gradients_of_the_decay(complex_x):
+    case = random_case(70, batch=1, dim=16, states=16, complex_x=complex_x)
+    case = case._replace(A=torch.full((2,), -10 + 3j))
+    inputs, weights = case.leaves(), torch.randn(case.x.shape, generator=generator())
+    (ssd_naive_complex(*inputs).real * weights).sum().backward()
+    wanted = [z.grad.clone() for z in inputs]
+    inputs = case.leaves()
+    y = ssd_complex_chunkwise(*inputs, CHUNK)
+    with torch.autocast("cpu", torch.bfloat16):
+        (y * weights).sum().backward()
+    for z, truth in zip(inputs, wanted, strict=True):
+        assert z.grad.dtype == z.dtype
+        assert largest_error(z.grad, double(truth)) < 2e-2

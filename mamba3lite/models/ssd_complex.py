@@ -351,6 +351,15 @@ def _sums_within(
 
 
 # %% notebooks/03_chunkwise_ssd.py#the-gradient-of-a-step
+from contextlib import nullcontext
+
+
+def _without_autocast(device_type: str):
+    if device_type == "meta":  # it has no autocast
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 def _rows_less_columns(
     pairs: Inexact[Tensor, "*batch C C"],
 ) -> Inexact[Tensor, "*batch C"]:
@@ -403,6 +412,12 @@ class _DecayedScores(torch.autograd.Function):
     def backward(ctx, grad, _):
         if grad is None:
             return None, None, None, None, None
+        # Also where the backward pass itself is run under autocast.
+        with _without_autocast(grad.device.type):
+            return *_DecayedScores._gradients(ctx, grad), None, None
+
+    @staticmethod
+    def _gradients(ctx, grad):
         C, B, total, documents, M, D = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative needs to know where D is from
             D = _decay_between(total.real, documents, B.real.dtype)
@@ -411,7 +426,7 @@ class _DecayedScores(torch.autograd.Function):
             steps = _rows_less_columns(grad.conj() * M).conj()
             inside = grad * D
             to_C = (inside @ write.conj_physical()) * turn.conj()
-            return to_C, (inside.mT @ read) * turn, steps, None, None
+            return to_C, (inside.mT @ read) * turn, steps
         shrinks = _rows_less_columns(grad * M)
         inside, u, v = grad * D, _pairs(read), _pairs(write)
         to_C = torch.view_as_complex((inside @ v).unflatten(-1, (-1, 2))) * turn
@@ -419,7 +434,7 @@ class _DecayedScores(torch.autograd.Function):
         # Re(i read write^T), what a larger angle between the two adds to their product.
         inside = inside * (_pairs(read * -1j) @ v.mT)
         steps = torch.complex(shrinks, _rows_less_columns(inside))
-        return to_C.conj_physical_(), to_B, steps, None, None
+        return to_C.conj_physical_(), to_B, steps
 
 
 # %% notebooks/03_chunkwise_ssd.py#one-chunk
@@ -580,8 +595,6 @@ def _exp(
 
 
 # %% notebooks/03_chunkwise_ssd.py#the-whole-scan
-from contextlib import nullcontext
-
 # What each dispatch can multiply in; the default comes first.
 _PRECISIONS_OF = {
     "pytorch": ("ieee",),
@@ -722,12 +735,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def _without_autocast(device_type: str):
-    if device_type == "meta":
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 def _scan_chunks(
