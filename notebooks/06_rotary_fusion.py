@@ -573,10 +573,10 @@ for name, z in (("inner products", inner), ("row minus column sums", sums)):
 # The kernel below takes the inner products, but of float32 numbers: $dq$ and $dk$ are
 # in registers before anything rounds them, and only what the matrix units multiply is
 # rounded. Whether that is enough is measured at the end, on $dt$ and $A$: for the
-# decays that models are made with it is. Where steps keep next to nothing it is not,
-# and what rounding leaves is then larger than the gradients of $dt$ and $A$
-# (`docs/benchmarks/h200-gradients.json`). The form that is exact at any decay is in
-# notebook 03, "The gradient of a step"; the PyTorch path has it.
+# decays that models are made with it is. Where steps keep next to nothing it is not:
+# what rounding leaves is then larger than the gradients of $dt$ and $A$ (*measured*,
+# `docs/benchmarks/runs/h200-gradients.json`). The form that is exact at any decay is
+# in notebook 03, "The gradient of a step"; the PyTorch path has it.
 
 # %% [markdown]
 # ## Why fuse

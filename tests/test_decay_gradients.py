@@ -7,8 +7,11 @@ that is 0, they are exactly 0. Truth is the loop in complex128.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -258,3 +261,43 @@ def test_a_backward_pass_under_autocast_keeps_the_gradients_of_the_decay(complex
     for z, truth in zip(inputs, wanted, strict=True):
         assert z.grad.dtype == z.dtype
         assert largest_error(z.grad, double(truth)) < 2e-2
+
+
+# ---------------------------------------------------------------- what is measured
+
+ROOT = Path(__file__).parents[1]
+MEASURED = ROOT / "docs/benchmarks/runs/h200-gradients.json"
+
+
+def test_the_measured_errors_are_within_the_bounds():
+    rows = json.loads(MEASURED.read_text())["rows"]
+    assert len(rows) == 5 * 7
+    for row in rows:
+        assert row.get("leak", 0) == 0
+        way = row["dispatch"], row["precision"]
+        if way in (("pytorch", None), ("triton", "ieee")):
+            limit = DISPATCHES[row["dispatch"]].limit
+            assert max(row["errors"].values()) < limit, row
+
+
+def test_the_tool_measures_what_runs_here():
+    spec = importlib.util.spec_from_file_location(
+        "gradient_errors", ROOT / "tools/gradient_errors.py"
+    )
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    case, reset = tool.inputs("documents", 40, 4)
+    weights = torch.randn(case[0].shape, generator=generator())
+    exact = tool.run(
+        ssd_naive_complex, [double(z) for z in case], weights.double(), reset
+    )
+    found = tool.errors(tool.run(ssd_naive_complex, case, weights, reset), exact)
+    assert 0 < max(found.values()) < 1e-5
+    assert tool.errors(exact, exact) == dict.fromkeys(("y", *tool.NAMES), 0)
+    assert tool.leak(ssd_naive_complex, case, weights, reset) == 0
+    nowhere = torch.zeros_like(reset)
+
+    def leaking(*inputs, reset):
+        return ssd_naive_complex(*inputs, reset=nowhere)
+
+    assert tool.leak(leaking, case, weights, reset) > 0

@@ -1,6 +1,6 @@
 """How exact the gradients of dt and A are, by decay, way and precision.
 
-    python tools/gradient_errors.py [--json docs/benchmarks/h200-gradients.json]
+    python tools/gradient_errors.py [--json docs/benchmarks/runs/h200-gradients.json]
 
 Every dispatch and precision that runs here, and the loop in float32, against the loop
 in complex128 on the same numbers. y, x, B and C: relative by norm. dt and A: the
