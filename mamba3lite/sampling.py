@@ -79,11 +79,13 @@ def check_prompt(
 
     Args: number: of the prompt, for the message. prompt: integers, or a tensor of them.
     Raises: TypeError for an id that is no integer; ValueError for one that the model
-    does not know.
+    does not know; eos_id is one of them.
     """
+    eos_id = integer("eos_id", eos_id)
+    if not 0 <= eos_id < vocab_size:
+        raise ValueError(f"eos_id is {eos_id}; wanted 0 to {vocab_size - 1}")
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    name = f"an id of prompt {number}"
-    ids = [integer(name, id) for id in ids] or [integer("eos_id", eos_id)]
+    ids = [integer(f"an id of prompt {number}", id) for id in ids] or [eos_id]
     for bad in (min(ids), max(ids)):
         if not 0 <= bad < vocab_size:
             raise ValueError(

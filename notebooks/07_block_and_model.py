@@ -2047,7 +2047,13 @@ class Mamba3Transformer(nn.Module):
         cfg = self.cfg
         wanted = (len(tokens), cfg.n_heads, cfg.head_dim, cfg.state_dim)
         for number, state in enumerate(states):
-            if state is not None and tuple(state.shape) != wanted:
+            if state is None:
+                continue
+            if not isinstance(state, Tensor):
+                raise TypeError(
+                    f"states[{number}] is {type(state).__name__}; wanted a tensor"
+                )
+            if tuple(state.shape) != wanted:
                 raise ValueError(
                     f"states[{number}] has shape {tuple(state.shape)}; wanted {wanted}"
                 )

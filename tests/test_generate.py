@@ -268,6 +268,15 @@ def test_an_id_that_is_no_integer_is_a_type_error(run, bad):
 
 
 @both_ways
+@pytest.mark.parametrize("bad", [*NO_INTEGERS, None, "0", -1, 257, 10**30])
+def test_the_end_of_a_document_is_an_id_of_the_model(run, bad):
+    """Any other would never end a text."""
+    kind = ValueError if type(bad) is int else TypeError
+    with pytest.raises(kind, match=r"^eos_id(:| is) "):
+        run(tiny_model(), [65], eos_id=bad)
+
+
+@both_ways
 @pytest.mark.parametrize("option", ["seed", "max_new_tokens", "top_k"])
 @pytest.mark.parametrize("bad", NO_INTEGERS)
 def test_a_count_or_seed_that_is_no_integer_is_a_type_error(run, option, bad):

@@ -689,6 +689,8 @@ def test_one_state_for_each_layer_is_wanted():
     state = complex_normal(2, 2, 4, 6, generator=g)
     with pytest.raises(ValueError, match=r"states holds 1; wanted 2, one per layer"):
         random_model()(random_tokens(), states=[state])
+    with pytest.raises(TypeError, match=r"^states\[1\] is int; wanted a tensor$"):
+        random_model()(random_tokens(), states=[None, 1])
 
 
 # ---------------------------------------------------------------- precision

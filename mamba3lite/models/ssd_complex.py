@@ -545,7 +545,8 @@ def _log_decay(
 def _not_finite(z: Inexact[Tensor, "B T H *rest"]) -> Bool[Tensor, "B T H"]:
     """Where some number of a head is not finite."""
     z = torch.view_as_real(z) if z.is_complex() else z
-    return ~z.flatten(3).sum(-1).isfinite()
+    least, most = z.flatten(3).aminmax(dim=-1)  # a sum might overflow
+    return ~(least.isfinite() & most.isfinite())
 
 
 def _keep_documents_apart(
