@@ -119,6 +119,15 @@ def test_a_second_signal_ends_at_once(number, code):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
 
 
+@pytest.fixture
+def no_nohup():
+    """Also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_handlers_are_put_back(number):
     before = signal.getsignal(number)
@@ -128,6 +137,7 @@ def test_handlers_are_put_back(number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.usefixtures("no_nohup")
 def test_a_terminal_that_closes_asks_more_than_once(capfd):
     """Its SIGHUPs are one request; a person may ask after it, and insist."""
     child = os.fork()
