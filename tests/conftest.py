@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import os
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -17,6 +19,14 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton reads it at its first import; nothing above imports triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What Inductor compiled for another set of instructions it would take from its cache,
+# and compute nonsense with it.
+if instructions := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR",
+        f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{instructions}",
+    )
 
 # The tensors here are small: a second thread costs more than it computes, and the
 # order of sums should not depend on the machine.
