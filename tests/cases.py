@@ -124,6 +124,13 @@ SPOILED = {
 }
 
 
+def spoil(inputs: dict[str, Tensor], place: tuple) -> None:
+    """Put the value of a row of SPOILED in its place, in every batch row."""
+    name, at, value = place
+    inputs[name] = inputs[name].clone()
+    inputs[name][(slice(None), *(at if isinstance(at, tuple) else (at,)))] = value
+
+
 def spoiled_steps(y: Tensor) -> list[int]:
     """Steps at which some number is not finite."""
     return (~y.isfinite()).flatten(2).any(-1).any(0).nonzero().flatten().tolist()

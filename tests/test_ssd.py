@@ -21,6 +21,7 @@ from cases import (
     random_case,
     random_state,
     relative_error,
+    spoil,
     spoiled_steps,
     whole_range_case,
 )
@@ -827,9 +828,7 @@ class TestDocuments:
     def test_a_number_that_is_none_stays_in_its_document(self, scan, place, steps):
         case = random_case(50)
         inputs = case._asdict() | {"initial_states": random_state(case)}
-        name, at, value = place
-        inputs[name] = inputs[name].clone()
-        inputs[name][(slice(None), *(at if isinstance(at, tuple) else (at,)))] = value
+        spoil(inputs, place)
         reset = torch.zeros(2, 50, dtype=torch.bool)
         reset[:, [20, 41]] = True
         y, final = scan(**inputs, reset=reset, return_final_states=True)

@@ -11,7 +11,6 @@ that reaches a document from what follows it; 0 is right.
 import argparse
 import json
 import math
-import platform
 import shlex
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mamba3lite.bench import this_machine, versions
 from mamba3lite.files import write_whole
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
 from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
@@ -89,10 +89,16 @@ def leak(scan: Callable, case: list[Tensor], weights: Tensor, reset: Tensor) -> 
     return found[(starts <= cut) & ~reset].abs().max().item()
 
 
-def errors(got: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+def exact(case: list[Tensor], weights: Tensor, reset) -> list[Tensor]:
+    """The same of the loop in complex128."""
+    double = [z.to(torch.promote_types(z.dtype, torch.float64)) for z in case]
+    return run(ssd_naive_complex, double, weights.double(), reset)
+
+
+def errors(got: list[Tensor], wanted: list[Tensor]) -> dict[str, float]:
     """One number for y and each gradient."""
     found = {}
-    for name, mine, truth in zip(("y", *NAMES), got, exact, strict=True):
+    for name, mine, truth in zip(("y", *NAMES), got, wanted, strict=True):
         off = mine.cpu().to(truth.dtype) - truth
         if name in ("dt", "A"):
             parts = (
@@ -112,13 +118,14 @@ def measure(device: str, time: int, side: int) -> list[dict]:
         case, reset = inputs(name, time, side)
         g = torch.Generator().manual_seed(SEED + 1)
         weights = torch.randn(case[0].shape, generator=g)
+        # What the projection of a model would hold, for bf16.
+        cases = {True: [z if z is case[1] else _rounded(z) for z in case], False: case}
+        truths = {half: exact(z, weights, reset) for half, z in cases.items()}
         for dispatch, precision in WAYS:
             kernels = dispatch in ("triton", "fused")
             if kernels and not (HAS_TRITON and (device == "cuda" or _interpreted())):
                 continue
-            here = case
-            if precision == "bf16":  # what the projection of a model would hold
-                here = [z if z is case[1] else _rounded(z) for z in case]
+            half = precision == "bf16"
 
             def scan(*leaves, dispatch=dispatch, precision=precision, **options):
                 if dispatch == "loop":
@@ -127,24 +134,16 @@ def measure(device: str, time: int, side: int) -> list[dict]:
                     *leaves, 64, dispatch, precision=precision, **options
                 )
 
-            double = [z.to(torch.promote_types(z.dtype, torch.float64)) for z in here]
-            exact = run(ssd_naive_complex, double, weights.double(), reset)
             place = device if dispatch != "loop" else "cpu"
-            on = [z.to(place) for z in here]
+            on = [z.to(place) for z in cases[half]]
             flags = None if reset is None else reset.to(place)
             got = run(scan, on, weights.to(place), flags)
             row = {"input": name, "dispatch": dispatch, "precision": precision}
-            row["errors"] = errors(got, exact)
+            row["errors"] = errors(got, truths[half])
             if reset is not None:
                 row["leak"] = leak(scan, on, weights.to(place), flags)
-            print(
-                name,
-                dispatch,
-                precision,
-                *(f"{k} {v:.1e}" for k, v in row["errors"].items()),
-                row.get("leak", ""),
-                flush=True,
-            )
+            found = " ".join(f"{k} {v:.1e}" for k, v in row["errors"].items())
+            print(name, dispatch, precision, found, row.get("leak", ""), flush=True)
             rows.append(row)
     return rows
 
@@ -162,20 +161,14 @@ def main() -> None:
     parser.add_argument("--time", type=int, default=512, help="steps (default 512)")
     parser.add_argument("--side", type=int, default=64, help="D and N (default 64)")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = measure(device, args.time, args.side)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = measure(device.type, args.time, args.side)
     if args.json is not None:
-        name = platform.machine()
-        if device == "cuda":
-            name = torch.cuda.get_device_name()
         report = {
             "date": datetime.now(UTC).date().isoformat(),
             "command": shlex.join(["python", *sys.argv]),
-            "device": {"name": name},
-            "versions": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "device": this_machine(device),
+            "versions": versions(),
             "rows": rows,
         }
         write_whole(args.json, json.dumps(report, indent=1) + "\n")

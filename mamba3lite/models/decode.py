@@ -967,7 +967,7 @@ def bmm_rows(
     *,
     A: Tensor,
     slots: Int[Tensor, "E"],
-    dA_cumsum: Float[Tensor, "E H 4 Q"],
+    dA_cumsum: Float[Tensor, "E H 5 Q"],
     early: dict[str, bool] = _LATE,
 ) -> Float[Tensor, "E H Q"]:
     """One row of scores q k^T for each entry and head; computes the gates on the way.
@@ -983,7 +983,8 @@ def bmm_rows(
         config: from `row_kernel_configs`.
         A: decay rates, complex64.
         slots: below 0 for a padding lane, whose row is not written.
-        dA_cumsum: gets cos V, sin V and U of the chunk.
+        dA_cumsum: gets the gates of the chunk: cos V, sin V, U in two parts, and a row
+            that is not read.
         early: from `_early`, in a step whose entries were there two kernels before.
 
     Source: notebook 09, "Scores of one row".
@@ -1007,7 +1008,7 @@ def bmm_rows(
 def chunk_scan_rows(
     cb: Float[Tensor, "E H Q"],
     x: Float[Tensor, "rows width"],
-    dA_cumsum: Float[Tensor, "E H 4 Q"],
+    dA_cumsum: Float[Tensor, "E H 5 Q"],
     C: Float[Tensor, "E columns"],
     out: Float[Tensor, "E H D"],
     slots: Int[Tensor, "E"],
@@ -1046,7 +1047,7 @@ def chunk_scan_rows(
 
 def chunk_state_passing_rows(
     x: Float[Tensor, "rows width"],
-    dA_cumsum: Float[Tensor, "E H 4 Q"],
+    dA_cumsum: Float[Tensor, "E H 5 Q"],
     chunk_starts: Int[Tensor, "E"],
     chunk_flags: Int[Tensor, "E"],
     slots: Int[Tensor, "E"],

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from mamba3lite.models.ssd_complex import KernelUnavailable, _check_precision
+from mamba3lite.models.ssd_complex import _FADED, KernelUnavailable, _check_precision
 from mamba3lite.models.ssd_triton import (
     HAS_TRITON,
     _check_device,
@@ -103,8 +103,8 @@ if HAS_TRITON:
             log1p = libdevice.log1p(libdevice.exp(-tl.abs(dt)))
         return tl.maximum(dt, 0.0) + log1p
 
-    # Below it, exp is 0 in float32: such a step forgets all that was before.
-    _FADED = tl.constexpr(-104.0)
+    # Below it, exp is 0: such a step forgets all that was before.
+    _LEAST = tl.constexpr(_FADED[torch.float32])
     _FIXED = tl.constexpr(2.0**44)  # what counts as 1 in a sum of log decays
 
     @triton.jit
@@ -125,15 +125,14 @@ if HAS_TRITON:
         log_decay, angle = delta * A_re, delta * A_im
         lost = (log_decay + angle) * 0.0  # 0, or NaN
         finite = lost == 0.0
-        turns = tl.where(finite, delta, 0.0) * (
-            A_im * 0.15915494309189535
-        )  # 1 / (2 pi)
+        turns = tl.where(finite, delta, 0.0)
+        turns *= A_im * 0.15915494309189535  # 1 / (2 pi)
         turns -= tl.floor(turns + 0.5)
         # 2^32 is one turn: integers sum without rounding, and overflow drops turns.
         V = tl.cumsum((turns * 4294967296.0).to(tl.int32), 0)
         V = V.to(tl.float32) * 1.4629180792671596e-09  # radians, half a turn at most
         # Log decays are integers, too, so that a large one does not cost small digits.
-        log_decay = tl.where(finite, tl.maximum(log_decay, _FADED), 0.0)
+        log_decay = tl.where(finite, tl.maximum(log_decay, _LEAST), 0.0)
         total = tl.cumsum((log_decay * _FIXED).to(tl.int64), 0)
         U = total.to(tl.float32)
         low = (total - U.to(tl.int64)).to(tl.float32) * (1.0 / _FIXED)
@@ -902,7 +901,7 @@ if HAS_TRITON:
         fresh = _fresh(reset_ptr + token, step, here, HAS_RESET)
         delta = _softplus(dt, EMULATE)
         # At a reset, past the end and where all is forgotten there is no gradient.
-        smooth = (here & (fresh == 0))[:, None] & (delta * A_re >= _FADED)
+        smooth = (here & (fresh == 0))[:, None] & (delta * A_re >= _LEAST)
         index = chunk.to(tl.int64) * H + h
         own = index[None, :] * 4 * BLOCK_C + step[:, None]
         exists = known[None, :] & (step >= 0)[:, None]
