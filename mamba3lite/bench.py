@@ -650,6 +650,9 @@ def sweep_launches(shape: Shape, device: torch.device, say: Callable) -> list[di
     return rows
 
 
+_BACKWARD = ("backward", "strong")  # kernels that only a backward pass launches
+
+
 def candidates(kernel: str, precision: str, shape: Shape) -> Iterator[tuple]:
     """Launches of a fused kernel worth trying, as the table has them.
 
@@ -657,10 +660,10 @@ def candidates(kernel: str, precision: str, shape: Shape) -> Iterator[tuple]:
     (`ssd_fused._chunk_of`).
     """
     sides = (shape.D,) if kernel in ("walk", "chunks") else (0,)
-    least = 64 if precision == "bf16" and kernel == "backward" else 16
+    least = 64 if precision == "bf16" and kernel in _BACKWARD else 16
     blocks = [n for n in (16, 32, 64) if min(least, shape.N) <= n <= shape.N]
     stages = (2, 3, 4) if kernel == "walk" else (1,)
-    registers = (0, 168) if kernel in ("output", "backward") else (0,)
+    registers = (0, 168) if kernel in ("output", *_BACKWARD) else (0,)
     return product(sides, blocks, (4,), stages, registers)
 
 
@@ -684,12 +687,14 @@ def sweep_fused(shape: Shape, device: torch.device, say: Callable) -> list[dict]
     walk_from = ssd_fused._WALK_FROM
     for precision in ("bf16", "tf32"):
         part = "block_bf16" if precision == "bf16" else "block_fp32"
-        inputs = part_inputs(part, shape, device)
+        proj, A = part_inputs(part, shape, device)
         run = partial(
             block_scan, shape=shape, ssd_dispatch="fused", precision=precision
         )
         for kernel, table in ssd_fused._LAUNCH.items():
-            backward = kernel == "backward"
+            # What is for chunks of strong decay needs some.
+            inputs = [proj, A - 10 if kernel == "strong" else A]
+            backward = kernel in _BACKWARD
             timed = with_gradients(run, inputs) if backward else partial(run, *inputs)
             shipped = table[precision]
             try:

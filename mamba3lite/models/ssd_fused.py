@@ -222,21 +222,50 @@ if HAS_TRITON:
 
     @triton.jit
     def _decayed(
-        M, U, low, document, BLOCK_C: tl.constexpr, TURNED: tl.constexpr,
-        HAS_RESET: tl.constexpr, PRECISION: tl.constexpr,
+        M, U, low, document, BLOCK_C: tl.constexpr, HAS_RESET: tl.constexpr,
+        PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """M[l, s] exp(U[l] - U[s]) for s <= l in a document, else 0; M^T if TURNED."""
+        """M[l, s] exp(U[l] - U[s]) for s <= l in a document, else 0."""
         step = tl.arange(0, BLOCK_C)
         span = _span(U[:, None], low[:, None], U[None, :], low[None, :], PRECISION)
         seen = step[:, None] >= step[None, :]
-        if TURNED:
-            span = -span
-            seen = step[:, None] <= step[None, :]
         if HAS_RESET:  # M may be NaN in another document
             seen = seen & (document[:, None] == document[None, :])
             M = tl.where(seen, M, 0.0)
         # Select before exp: in the future the exponent is positive and overflows.
         return M * tl.exp(tl.where(seen, span, float("-inf")))
+
+    @triton.jit
+    def _exp2(x, EMULATE: tl.constexpr):
+        """2^x, and 0 where that is below the least normal number."""
+        if EMULATE:
+            return tl.exp2(x)
+        else:
+            return tl.inline_asm_elementwise(
+                "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x],
+                dtype=tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+
+    @triton.jit
+    def _decayed_back(
+        M, U, low, document, BLOCK_C: tl.constexpr, TURNED: tl.constexpr,
+        STRICT: tl.constexpr, HAS_RESET: tl.constexpr, PRECISION: tl.constexpr,
+        EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """The same in the backward; M^T if TURNED, without its diagonal if STRICT."""
+        step = tl.arange(0, BLOCK_C)
+        if PRECISION != "ieee":
+            U *= 1.4426950408889634  # to base 2
+        span = _span(U[:, None], low[:, None], U[None, :], low[None, :], PRECISION)
+        seen = step[:, None] >= step[None, :] + STRICT
+        if TURNED:
+            span = -span
+            seen = step[:, None] + STRICT <= step[None, :]
+        if HAS_RESET:
+            seen = seen & (document[:, None] == document[None, :])
+            M = tl.where(seen, M, 0.0)
+        span = tl.where(seen, span, float("-inf"))
+        return M * (tl.exp(span) if PRECISION == "ieee" else _exp2(span, EMULATE))
 
 
 # %% notebooks/06_rotary_fusion.py#rotation-in-registers
@@ -261,6 +290,11 @@ if HAS_TRITON:
 if HAS_TRITON:
 
     @triton.jit
+    def _turned_all(re, im, cos, sin):
+        """A complex tile, all of it times cos + i sin."""
+        return re * cos - im * sin, re * sin + im * cos
+
+    @triton.jit
     def _chunk_sum(
         x, K_re, K_im, S_re, S_im, gates, BLOCK_C: tl.constexpr,
         REVERSE: tl.constexpr, HAS_RESET: tl.constexpr,
@@ -269,8 +303,8 @@ if HAS_TRITON:
         """The (n, d) tile of a state, carried through one chunk that adds to it.
 
         Forward, S becomes e^L S + sum_s e^(L - L_s) B_s x_s with L_s the summed log
-        decay and L its total. In reverse it is the conjugate of a gradient, and becomes
-        e^L S + sum_l e^L_l C_l dy_l.
+        decay and L its total. In reverse it is the conjugate of a gradient, turned by
+        the angle of L already; it becomes |e^L| S + sum_l e^L_l C_l dy_l.
         """
         step = tl.arange(0, BLOCK_C)
         cos, sin, U, low, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
@@ -283,29 +317,18 @@ if HAS_TRITON:
             x = tl.where(counts, x, 0.0)
             S_re, S_im = tl.zeros_like(S_re), tl.zeros_like(S_im)
             K_re, K_im = tl.where(counts, K_re, 0.0), tl.where(counts, K_im, 0.0)
-        # Rows turn by V_last - V or, in reverse, by V - V_last: then all by V_last.
-        turn_re = tl.fma(cos_last, cos, sin_last * sin)
-        turn_im = tl.fma(sin_last, cos, -(cos_last * sin))
-        if REVERSE:
-            size, turn_im = _from_entry(U, document), -turn_im
-            S_re, S_im = S_re * keep, S_im * keep
-        else:
+        size, turn_re, turn_im = _from_entry(U, document), cos, sin
+        if not REVERSE:  # to the end of the chunk
+            S_re, S_im = _turned_all(S_re, S_im, cos_last, sin_last)
             size = _to_end(U, low, document, U_last, low_last, last, PRECISION)
-            S_re, S_im = (
-                (S_re * cos_last - S_im * sin_last) * keep,
-                (S_re * sin_last + S_im * cos_last) * keep,
-            )
+            turn_re = tl.fma(cos_last, cos, sin_last * sin)
+            turn_im = tl.fma(sin_last, cos, -(cos_last * sin))
         K_re, K_im = _turned(
             K_re, K_im, size * turn_re, size * turn_im, PRECISION, EMULATE
         )
         x = _operand(x, PRECISION, EMULATE)
-        S_re = _dot(tl.trans(K_re), x, S_re, PRECISION)
-        S_im = _dot(tl.trans(K_im), x, S_im, PRECISION)
-        if REVERSE:
-            S_re, S_im = (
-                S_re * cos_last - S_im * sin_last,
-                S_re * sin_last + S_im * cos_last,
-            )
+        S_re = _dot(tl.trans(K_re), x, S_re * keep, PRECISION)
+        S_im = _dot(tl.trans(K_im), x, S_im * keep, PRECISION)
         return S_re, S_im
 
 
@@ -364,8 +387,9 @@ if HAS_TRITON:
         WALK: one program takes all chunks in turn, from `edge` on; it stores the state
         that enters each, and the last one in `out`. Otherwise a program takes one chunk
         and stores what it adds to a zero state, for `_pass_kernel`; forward, it also
-        computes the gates of its chunk. REVERSE: conjugates of gradients, from the last
-        chunk back.
+        computes the gates of its chunk. REVERSE: gradients, from the last chunk back.
+        What is carried is their conjugate; what is stored, the gradient of the state
+        that leaves a chunk, turned back to its start, where its keys are.
         """
         parts: tl.constexpr = (D // BLOCK_D) * (N // BLOCK_N)
         # One axis for all: the second one of a grid ends at 65,535.
@@ -399,7 +423,11 @@ if HAS_TRITON:
             gates, states = gates_ptr + index * 5 * BLOCK_C, index * 2 * N * D
             x = tl.load(x_ptr + first * x_row + x_at, mask=here, other=0.0)
             K_re, K_im = _load_pair(proj_ptr + first * W, H * N, at, here)
-            if WALK:
+            if WALK and REVERSE:
+                cos, sin, _, _, _ = _read_gates(gates, BLOCK_C - 1, BLOCK_C, False)
+                S_re, S_im = _turned_all(S_re, S_im, cos, sin)
+                _store_pair(states_ptr + states, N * D, tile, None, S_re, -S_im)
+            elif WALK:
                 _store_pair(states_ptr + states, N * D, tile, None, S_re, S_im)
             elif not REVERSE:
                 _store_gates(
@@ -455,11 +483,20 @@ if HAS_TRITON:
                 gates_ptr + index * 5 * BLOCK_C, BLOCK_C - 1, BLOCK_C, HAS_RESET
             )
             keep = _from_entry(U, last)
-            _store_pair(states_ptr + index * 2 * N * D, N * D, at, None, S_re, S_im)
+            stored = states_ptr + index * 2 * N * D
+            if REVERSE:
+                S_re, S_im = _turned_all(S_re, S_im, cos, sin)
+                _store_pair(stored, N * D, at, None, S_re, -S_im)
+            else:
+                _store_pair(stored, N * D, at, None, S_re, S_im)
             if HAS_RESET:
                 S_re = tl.where(last == 0, S_re, 0.0)
                 S_im = tl.where(last == 0, S_im, 0.0)
-            S_re, S_im = _passed_on(S_re, S_im, cos, sin, keep, added_re, added_im)
+            if REVERSE:
+                S_re = tl.fma(S_re, keep, added_re)
+                S_im = tl.fma(S_im, keep, added_im)
+            else:
+                S_re, S_im = _passed_on(S_re, S_im, cos, sin, keep, added_re, added_im)
         _store_edge(out_ptr, at_edge, S_re, S_im, REVERSE)
 
 
@@ -480,11 +517,16 @@ _LAUNCH = {
     "backward": {
         "bf16": (0, 64, 4, 1, 168), "tf32": (0, 32, 4, 1, 0), "ieee": (0, 16, 8, 1, 0)
     },
+    "strong": {
+        "bf16": (0, 64, 4, 1, 0), "tf32": (0, 32, 4, 1, 0), "ieee": (0, 16, 8, 1, 0)
+    },
 }  # fmt: skip
 # States of one sequence and head are walked in one program when there are enough of
 # those to fill the device, and computed chunk by chunk when there are not.
 _WALK_FROM = 96  # sequences times heads
 _PASS_BLOCK, _GATE_HEADS = 256, 4
+# Chunks and heads that one program looks through, and how many such programs to have.
+_GROUP, _GROUPS = 16, 256
 
 
 def _launch(kernel: str, precision: str, D: int, N: int) -> dict[str, int]:
@@ -575,8 +617,8 @@ def _states(proj, A, reset, gates, edge, dy, D, N, precision, reverse, walk=None
     Args: edge: the initial state, or the gradient of the final one, (B, H, D, N).
     dy: for the reverse. walk: which way to them; None for the faster one.
 
-    Returns: (B, nc, H, 2, N, D), bfloat16 in bf16 mode, of conjugates if reversed; and
-        float32 (B, H, D, N, 2).
+    Returns: (B, nc, H, 2, N, D), bfloat16 in bf16 mode, turned back to the start of the
+        chunk if reversed; and float32 (B, H, D, N, 2).
     """
     batch, time, width = proj.shape
     n_chunks, H, _, C = gates.shape[1:]
@@ -654,7 +696,7 @@ if HAS_TRITON:
             lost = x.to(tl.float32) * 0.0
             M += tl.sum(lost, 1)[None, :]  # a score of NaN, in the document of that x
             x = tl.where(lost == 0.0, x, 0.0)
-        M = _decayed(M, U, low, document, BLOCK_C, False, HAS_RESET, PRECISION)
+        M = _decayed(M, U, low, document, BLOCK_C, HAS_RESET, PRECISION)
         x = _operand(x, PRECISION, EMULATE)
         Y = _dot(_operand(M, PRECISION, EMULATE), x, Y, PRECISION)
         y_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
@@ -665,10 +707,40 @@ if HAS_TRITON:
 if HAS_TRITON:
 
     @triton.jit
+    def _diagonal(M, BLOCK_C: tl.constexpr):
+        """The diagonal of a square tile, 0 elsewhere; or of a column, as a tile."""
+        step = tl.arange(0, BLOCK_C)
+        return tl.where(step[:, None] == step[None, :], M, 0.0)
+
+    @triton.jit
+    def _own_scores(
+        dM, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr, EMULATE: tl.constexpr
+    ):
+        """The diagonal of dM, as an operand."""
+        own = tl.sum(_diagonal(dM, BLOCK_C), 1)
+        return _operand(_diagonal(own[:, None], BLOCK_C), PRECISION, EMULATE)
+
+    @triton.jit
+    def _inner(d_re, d_im, z_re, z_im):
+        """<d, z> and -<d, J z> of every row, z and d in halves."""
+        return (
+            tl.sum(d_re * z_re + d_im * z_im, 1),
+            tl.sum(d_im * z_re - d_re * z_im, 1),
+        )
+
+    @triton.jit
+    def _as_read(re, im, PRECISION: tl.constexpr):
+        """Operands as the numbers that a product takes them for, in float32."""
+        return (
+            _cut(re.to(tl.float32), PRECISION == "tf32"),
+            _cut(im.to(tl.float32), PRECISION == "tf32"),
+        )
+
+    @triton.jit
     def _query_gradients(
         base, dbase, x_at, dy_ptr, dy_at, G_ptr, gates, sums, h, H, W, here,
         D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
-        BLOCK_N: tl.constexpr, HAS_RESET: tl.constexpr,
+        BLOCK_N: tl.constexpr, STRONG: tl.constexpr, HAS_RESET: tl.constexpr,
         PRECISION: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
         """dC of one chunk and head, and its share of dU and dV."""
@@ -679,7 +751,11 @@ if HAS_TRITON:
         dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
         dM = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
         dM = _dot(dy, tl.trans(x), dM, PRECISION)
-        dM = _decayed(dM, U, low, document, BLOCK_C, False, HAS_RESET, PRECISION)
+        if STRONG:
+            own = _own_scores(dM, BLOCK_C, PRECISION, EMULATE)
+        dM = _decayed_back(
+            dM, U, low, document, BLOCK_C, False, STRONG, HAS_RESET, PRECISION, EMULATE
+        )
         dM = _operand(dM, PRECISION, EMULATE)
         zero = tl.zeros((BLOCK_C, BLOCK_N), tl.float32)
         dU, dV = tl.zeros((BLOCK_C,), tl.float32), tl.zeros((BLOCK_C,), tl.float32)
@@ -694,11 +770,15 @@ if HAS_TRITON:
             dq_re = _dot(dy, tl.trans(G_re), zero, PRECISION) * grown
             dq_re = _dot(dM, k_re, dq_re, PRECISION)
             dq_im = _dot(dy, tl.trans(G_im), zero, PRECISION) * grown
-            dq_im = _dot(dM, k_im, dq_im, PRECISION)
-            dC_re, dC_im = _turn(dq_re, -dq_im, cos, -sin)
             C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
-            dU += tl.sum(dC_re * C_re + dC_im * C_im, 1)
-            dV += tl.sum(dC_im * C_re - dC_re * C_im, 1)
+            dq_im = _dot(dM, k_im, dq_im, PRECISION)
+            q_re, q_im = _turned(C_re, -C_im, cos, -sin, PRECISION, EMULATE)
+            u, v = _inner(dq_re, dq_im, *_as_read(q_re, q_im, PRECISION))
+            dU, dV = dU + u, dV - v
+            if STRONG:
+                dq_re = _dot(own, k_re, dq_re, PRECISION)
+                dq_im = _dot(own, k_im, dq_im, PRECISION)
+            dC_re, dC_im = _turn(dq_re, -dq_im, cos, -sin)
             _store_pair(dbase + H * (D + 2 * N), H * N, at, here, dC_re, dC_im)
         tl.store(sums + step, dU)
         tl.store(sums + BLOCK_C + step, dV)
@@ -708,24 +788,16 @@ if HAS_TRITON:
 if HAS_TRITON:
 
     @triton.jit
-    def _turned_back(
-        E_re, E_im, cos, sin, PRECISION: tl.constexpr, EMULATE: tl.constexpr
-    ):
-        """A gradient from its conjugate, in the frame of a chunk's keys."""
-        row = tl.zeros((E_re.shape[0],), tl.float32)
-        return _turned(E_re, -E_im, row + cos, row - sin, PRECISION, EMULATE)
-
-    @triton.jit
     def _key_gradients(
-        base, dbase, x_at, dy_ptr, dy_at, E_ptr, gates, sums, h, H, W, here,
+        base, dbase, x_at, dy_ptr, dy_at, E_ptr, gates, sums, h, H, W, here, seen,
         D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
-        BLOCK_N: tl.constexpr, HAS_RESET: tl.constexpr,
+        BLOCK_N: tl.constexpr, STRONG: tl.constexpr, HAS_RESET: tl.constexpr,
         PRECISION: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
         """dB of one chunk and head, and its share of dU and dV."""
         step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
         cos, sin, U, low, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
-        cos_last, sin_last, U_last, low_last, last = _read_gates(
+        _, _, U_last, low_last, last = _read_gates(
             gates, BLOCK_C - 1, BLOCK_C, HAS_RESET
         )
         left = _to_end(U, low, document, U_last, low_last, last, PRECISION)[:, None]
@@ -733,30 +805,46 @@ if HAS_TRITON:
         dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
         dM = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
         dM = _dot(x, tl.trans(dy), dM, PRECISION)
-        dM = _decayed(dM, U, low, document, BLOCK_C, True, HAS_RESET, PRECISION)
+        if STRONG:
+            own = _own_scores(dM, BLOCK_C, PRECISION, EMULATE)
+        dM = _decayed_back(
+            dM, U, low, document, BLOCK_C, True, STRONG, HAS_RESET, PRECISION, EMULATE
+        )
         dM = _operand(dM, PRECISION, EMULATE)
         zero = tl.zeros((BLOCK_C, BLOCK_N), tl.float32)
         dU, dV = tl.zeros((BLOCK_C,), tl.float32), tl.zeros((BLOCK_C,), tl.float32)
+        kept_U, kept_V = dU, dV
         for n0 in tl.static_range(0, N, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
             at = step[:, None] * W + h * N + n[None, :]
-            E_re, E_im = _load_pair(E_ptr, N * D, n[:, None] * D + d[None, :], None)
-            E_re, E_im = _turned_back(
-                E_re, E_im, cos_last, sin_last, PRECISION, EMULATE
-            )
+            tile = n[:, None] * D + d[None, :]
+            E_re, E_im = tl.load(E_ptr + tile), tl.load(E_ptr + N * D + tile)
+            E_re, E_im = _operands(E_re, E_im, PRECISION, EMULATE)
             C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
             q_re, q_im = _turned(C_re, -C_im, cos, -sin, PRECISION, EMULATE)
-            dk_re = _dot(x, tl.trans(E_re), zero, PRECISION) * left
-            dk_re = _dot(dM, q_re, dk_re, PRECISION)
-            dk_im = _dot(x, tl.trans(E_im), zero, PRECISION) * left
-            dk_im = _dot(dM, q_im, dk_im, PRECISION)
-            dB_re, dB_im = _turn(dk_re, dk_im, cos, sin)
             B_re, B_im = _load_pair(base + H * D, H * N, at, here)
-            dU -= tl.sum(dB_re * B_re + dB_im * B_im, 1)
-            dV -= tl.sum(dB_im * B_re - dB_re * B_im, 1)
+            k_re, k_im = _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
+            k_re, k_im = _as_read(k_re, k_im, PRECISION)
+            dk_re = _dot(x, tl.trans(E_re), zero, PRECISION) * left
+            dk_im = _dot(x, tl.trans(E_im), zero, PRECISION) * left
+            u, v = _inner(dk_re, dk_im, k_re, k_im)
+            kept_U, kept_V = kept_U + u, kept_V + v
+            dk_re = _dot(dM, q_re, dk_re, PRECISION)
+            dk_im = _dot(dM, q_im, dk_im, PRECISION)
+            u, v = _inner(dk_re, dk_im, k_re, k_im)
+            dU, dV = dU - u, dV - v
+            if STRONG:
+                dk_re = _dot(own, q_re, dk_re, PRECISION)
+                dk_im = _dot(own, q_im, dk_im, PRECISION)
+            dB_re, dB_im = _turn(dk_re, dk_im, cos, sin)
             _store_pair(dbase + H * D, H * N, at, here, dB_re, dB_im)
+        dU, dV = dU + kept_U, dV + kept_V
+        if STRONG:  # no step sees the last one, and here a rounding error would count
+            dU, dV = tl.where(seen, dU, 0.0), tl.where(seen, dV, 0.0)
         tl.store(sums + step, dU)
         tl.store(sums + BLOCK_C + step, dV)
+        tl.store(sums + 2 * BLOCK_C + step, kept_U)
+        tl.store(sums + 3 * BLOCK_C + step, kept_V)
 
 
 # %% notebooks/06_rotary_fusion.py#of-the-inputs
@@ -769,21 +857,18 @@ if HAS_TRITON:
 
     @triton.jit
     def _input_gradients(
-        base, dbase, x_at, dy_ptr, dy_at, E_ptr, G_ptr, edge_ptr, final_ptr, gates,
-        totals, h, H, W, here, at_edge, is_last,
+        base, dbase, x_at, dy_ptr, dy_at, E_ptr, G_ptr, gates, totals, h, H, W, here,
         D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
-        BLOCK_N: tl.constexpr, HAS_EDGE: tl.constexpr, HAS_RESET: tl.constexpr,
+        BLOCK_N: tl.constexpr, HAS_RESET: tl.constexpr,
         PRECISION: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
-        """dx of one chunk and head, and the term of the last position.
-
-        G_ptr: the state that enters the next chunk; the last chunk reads the final one.
-        """
+        """dx of one chunk and head, and the share in dU and dV of what passes it."""
         step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
         cos, sin, U, low, document = _read_gates(gates, step, BLOCK_C, HAS_RESET)
-        cos_last, sin_last, U_last, low_last, last = _read_gates(
+        _, _, U_last, low_last, last = _read_gates(
             gates, BLOCK_C - 1, BLOCK_C, HAS_RESET
         )
+        keep = _from_entry(U_last, last)
         dx = tl.zeros((BLOCK_C, D), tl.float32)
         M = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
         dU, dV = 0.0, 0.0
@@ -791,21 +876,11 @@ if HAS_TRITON:
             n = n0 + tl.arange(0, BLOCK_N)
             at = step[:, None] * W + h * N + n[None, :]
             tile = n[:, None] * D + d[None, :]
-            E_re, E_im = _load_pair(E_ptr, N * D, tile, None)
-            if is_last:
-                if HAS_EDGE:
-                    at_tile = at_edge + d[None, :] * N + n[:, None]
-                    G_re, G_im = _load_edge(final_ptr, at_tile, False, True)
-                    F_re, F_im = _load_edge(edge_ptr, at_tile, True, True)
-                    dU += _total(F_re * G_re - F_im * G_im)
-                    dV -= _total(F_im * G_re + F_re * G_im)
-            else:
-                G_re, G_im = _load_pair(G_ptr, N * D, tile, None)
-                dU += _total(E_re * G_re - E_im * G_im)
-                dV -= _total(E_im * G_re + E_re * G_im)
-            E_re, E_im = _turned_back(
-                E_re, E_im, cos_last, sin_last, PRECISION, EMULATE
-            )
+            E_re, E_im = tl.load(E_ptr + tile), tl.load(E_ptr + N * D + tile)
+            G_re, G_im = _load_pair(G_ptr, N * D, tile, None)
+            dU += _total(E_re * G_re + E_im * G_im)
+            dV += _total(E_im * G_re - E_re * G_im)
+            E_re, E_im = _operands(E_re, E_im, PRECISION, EMULATE)
             B_re, B_im = _load_pair(base + H * D, H * N, at, here)
             k_re, k_im = _turned(B_re, B_im, cos, -sin, PRECISION, EMULATE)
             C_re, C_im = _load_pair(base + H * (D + 2 * N), H * N, at, here)
@@ -814,63 +889,119 @@ if HAS_TRITON:
             M = _dot(k_im, tl.trans(q_im), M, PRECISION)
             dx = _dot(k_im, E_im, _dot(k_re, E_re, dx, PRECISION), PRECISION)
         dy = _operand(tl.load(dy_ptr + dy_at, mask=here, other=0.0), PRECISION, EMULATE)
-        M = _decayed(M, U, low, document, BLOCK_C, True, HAS_RESET, PRECISION)
+        M = _decayed_back(
+            M, U, low, document, BLOCK_C, True, False, HAS_RESET, PRECISION, EMULATE
+        )
         dx = dx * _to_end(U, low, document, U_last, low_last, last, PRECISION)[:, None]
         dx = _dot(_operand(M, PRECISION, EMULATE), dy, dx, PRECISION)
         tl.store(dbase + x_at, dx.to(dbase.dtype.element_ty), mask=here)
-        tl.store(totals, dU)
-        tl.store(totals + 1, dV)
+        tl.store(totals, dU * keep)
+        tl.store(totals + 1, dV * keep)
 
 
 # %% notebooks/06_rotary_fusion.py#side-by-side
 if HAS_TRITON:
+    # Nats. What is left on the diagonal is 1e-7 of it, and a gradient e^-2 of it.
+    _STRONG = tl.constexpr(2.0)
+
+    @triton.jit
+    def _is_strong(gates_ptr, index, H, T, n_chunks, BLOCK_C: tl.constexpr):
+        """Whether the steps of a chunk decay by more than _STRONG nats on average."""
+        first = index // H % n_chunks * BLOCK_C
+        at = index.to(tl.int64) * 5 * BLOCK_C
+        U_last = tl.load(gates_ptr + at + 3 * BLOCK_C - 1)
+        return U_last < tl.minimum(T - first, BLOCK_C) * -_STRONG
+
+    @triton.jit
+    def _chunk_gradients(
+        proj_ptr, gates_ptr, states_ptr, dstates_ptr, dy_ptr, dproj_ptr, sums_ptr,
+        totals_ptr, kind, index, T, H, W, n_chunks,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, STRONG: tl.constexpr, HAS_RESET: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """dC, dB or dx of one chunk and head."""
+        h, chunk = index % H, index // H
+        b, first = chunk // n_chunks, (chunk % n_chunks).to(tl.int64) * BLOCK_C
+        step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
+        here = (first + step < T)[:, None]
+        token = b.to(tl.int64) * T + first
+        index = index.to(tl.int64)
+        base, dbase = proj_ptr + token * W, dproj_ptr + token * W
+        x_at = step[:, None] * W + h * D + d[None, :]
+        dy_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
+        gates = gates_ptr + index * 5 * BLOCK_C
+        sums = sums_ptr + index * 6 * BLOCK_C
+        E_ptr = dstates_ptr + index * 2 * N * D
+        G_ptr = states_ptr + index * 2 * N * D
+        if kind == 0:
+            _query_gradients(
+                base, dbase, x_at, dy_ptr, dy_at, G_ptr, gates, sums, h, H, W, here,
+                D, N, BLOCK_C, BLOCK_N, STRONG, HAS_RESET, PRECISION, EMULATE,
+            )  # fmt: skip
+        elif kind == 1:
+            seen = first + step + 1 < tl.minimum(first + BLOCK_C, T)
+            _key_gradients(
+                base, dbase, x_at, dy_ptr, dy_at, E_ptr, gates, sums + 2 * BLOCK_C,
+                h, H, W, here, seen, D, N, BLOCK_C, BLOCK_N, STRONG, HAS_RESET,
+                PRECISION, EMULATE,
+            )  # fmt: skip
+        else:
+            _input_gradients(
+                base, dbase, x_at, dy_ptr, dy_at, E_ptr, G_ptr, gates,
+                totals_ptr + index * 2, h, H, W, here, D, N, BLOCK_C, BLOCK_N,
+                HAS_RESET, PRECISION, EMULATE,
+            )  # fmt: skip
 
     @triton.jit(do_not_specialize=["T", "n_chunks"])
     def _backward_kernel(
-        proj_ptr, gates_ptr, states_ptr, dstates_ptr, dy_ptr, edge_ptr, final_ptr,
-        dproj_ptr, sums_ptr, totals_ptr, T, H, W, n_chunks,
+        proj_ptr, gates_ptr, states_ptr, dstates_ptr, dy_ptr, dproj_ptr, sums_ptr,
+        totals_ptr, T, H, W, n_chunks,
         D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
-        BLOCK_N: tl.constexpr, HAS_EDGE: tl.constexpr, HAS_RESET: tl.constexpr,
+        BLOCK_N: tl.constexpr, HAS_RESET: tl.constexpr,
         PRECISION: tl.constexpr, EMULATE: tl.constexpr,
     ):  # fmt: skip
-        """dC, dB or dx of one chunk and head.
+        """dC, dB or dx of one chunk and head, if its decay is not strong.
 
         Grid (B nc 3 H), heads fastest: the three kinds of programs of a chunk run side
         by side and find what the others have read in the cache.
         """
         program = tl.program_id(0)
-        h, kind = program % H, program // H % 3
-        chunk = program // (3 * H)
-        b, first = chunk // n_chunks, (chunk % n_chunks).to(tl.int64) * BLOCK_C
-        step, d = tl.arange(0, BLOCK_C), tl.arange(0, D)
-        here = (first + step < T)[:, None]
-        token = b.to(tl.int64) * T + first
-        index = chunk.to(tl.int64) * H + h
-        base, dbase = proj_ptr + token * W, dproj_ptr + token * W
-        x_at = step[:, None] * W + h * D + d[None, :]
-        dy_at = (token * H + h) * D + step[:, None] * H * D + d[None, :]
-        gates = gates_ptr + index * 5 * BLOCK_C
-        sums = sums_ptr + index * 4 * BLOCK_C
-        E_ptr = dstates_ptr + index * 2 * N * D
-        if kind == 0:
-            _query_gradients(
-                base, dbase, x_at, dy_ptr, dy_at, states_ptr + index * 2 * N * D,
-                gates, sums, h, H, W, here, D, N, BLOCK_C, BLOCK_N, HAS_RESET,
-                PRECISION, EMULATE,
+        kind, index = program // H % 3, program // (3 * H) * H + program % H
+        if not _is_strong(gates_ptr, index, H, T, n_chunks, BLOCK_C):
+            _chunk_gradients(
+                proj_ptr, gates_ptr, states_ptr, dstates_ptr, dy_ptr, dproj_ptr,
+                sums_ptr, totals_ptr, kind, index, T, H, W, n_chunks, D, N, BLOCK_C,
+                BLOCK_N, False, HAS_RESET, PRECISION, EMULATE,
             )  # fmt: skip
-        elif kind == 1:
-            _key_gradients(
-                base, dbase, x_at, dy_ptr, dy_at, E_ptr, gates, sums + 2 * BLOCK_C,
-                h, H, W, here, D, N, BLOCK_C, BLOCK_N, HAS_RESET, PRECISION, EMULATE,
-            )  # fmt: skip
-        else:
-            _input_gradients(
-                base, dbase, x_at, dy_ptr, dy_at, E_ptr,
-                states_ptr + (index + H) * 2 * N * D, edge_ptr, final_ptr, gates,
-                totals_ptr + index * 2, h, H, W, here,
-                (b.to(tl.int64) * H + h) * D * N, chunk % n_chunks == n_chunks - 1,
-                D, N, BLOCK_C, BLOCK_N, HAS_EDGE, HAS_RESET, PRECISION, EMULATE,
-            )  # fmt: skip
+
+    @triton.jit(do_not_specialize=["T", "n_chunks", "group", "total"])
+    def _strong_kernel(
+        proj_ptr, gates_ptr, states_ptr, dstates_ptr, dy_ptr, dproj_ptr, sums_ptr,
+        totals_ptr, T, H, W, n_chunks, group, total,
+        D: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+        BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_RESET: tl.constexpr,
+        PRECISION: tl.constexpr, EMULATE: tl.constexpr,
+    ):  # fmt: skip
+        """The same where it is: of `group` chunks and heads, at most GROUP.
+
+        Grid (ceil(total / group), 3), total chunks times heads. Most of the time there
+        is nothing to do, and few programs find that out sooner than many.
+        """
+        first = tl.program_id(0) * group
+        one = tl.arange(0, GROUP)
+        mine = tl.minimum(first + one, total - 1)
+        strong = _is_strong(gates_ptr, mine, H, T, n_chunks, BLOCK_C)
+        if tl.max((strong & (one < group)).to(tl.int32), 0) > 0:
+            for i in range(tl.minimum(group, total - first)):
+                index = first + i
+                if _is_strong(gates_ptr, index, H, T, n_chunks, BLOCK_C):
+                    _chunk_gradients(
+                        proj_ptr, gates_ptr, states_ptr, dstates_ptr, dy_ptr,
+                        dproj_ptr, sums_ptr, totals_ptr, tl.program_id(1), index, T, H,
+                        W, n_chunks, D, N, BLOCK_C, BLOCK_N, True, HAS_RESET, PRECISION,
+                        EMULATE,
+                    )  # fmt: skip
 
 
 # %% notebooks/06_rotary_fusion.py#of-the-steps
@@ -903,19 +1034,20 @@ if HAS_TRITON:
         # At a reset, past the end and where all is forgotten there is no gradient.
         smooth = (here & (fresh == 0))[:, None] & (delta * A_re >= _LEAST)
         index = chunk.to(tl.int64) * H + h
-        own = index[None, :] * 4 * BLOCK_C + step[:, None]
+        own = index[None, :] * 6 * BLOCK_C + step[:, None]
         exists = known[None, :] & (step >= 0)[:, None]
         du, dv = _load_pair(sums_ptr, BLOCK_C, own, exists)
         from_keys = _load_pair(sums_ptr + 2 * BLOCK_C, BLOCK_C, own, exists)
         du, dv = du + from_keys[0], dv + from_keys[1]
         last = _load_pair(totals_ptr, 1, 2 * index, known)
-        at_end = (step == BLOCK_C - 1)[:, None]
-        du = tl.where(at_end, du + last[0][None, :], du)
-        dv = tl.where(at_end, dv + last[1][None, :], dv)
         # A step is part of every later sum of its document in the chunk.
         document = tl.cumsum((here[:, None] & ~smooth).to(tl.int32), 0)
         du, _ = tl.associative_scan((du, document), 0, _in_document, reverse=True)
         dv, _ = tl.associative_scan((dv, document), 0, _in_document, reverse=True)
+        before = exists & (step > 0)[:, None]
+        kept = _load_pair(sums_ptr + 4 * BLOCK_C - 1, BLOCK_C, own, before)
+        du += tl.cumsum(kept[0], 0) + last[0][None, :]
+        dv += tl.cumsum(kept[1], 0) + last[1][None, :]
         ddt = (du * A_re + dv * A_im) * tl.sigmoid(dt)
         ddt = tl.where(smooth, ddt, 0.0)
         tl.store(dproj_ptr + at, ddt.to(dproj_ptr.dtype.element_ty), mask=mask)
@@ -990,7 +1122,7 @@ def _fake_ssd_fused(
 
 
 def _backward(
-    proj, A, reset, final, states, gates, dy, dfinal, head_dim, state_dim, precision
+    proj, A, reset, states, gates, dy, dfinal, head_dim, state_dim, precision
 ):
     """Gradients of proj, A and the initial states."""
     time, width = proj.shape[1:]
@@ -999,28 +1131,33 @@ def _backward(
     proj, A, dy, dfinal = map(_as_it_lies, (proj, A, dy, dfinal))
     flags = None if reset is None else reset.contiguous().view(torch.uint8)
     dproj = torch.empty_like(proj)
-    sums = gates.new_empty(batch, n_chunks, H, 4, C)
+    sums = gates.new_empty(batch, n_chunks, H, 6, C)
     totals, shares = sums.new_empty(2, batch * n_chunks, H, 2).unbind()
-    edge = totals if dfinal is None else torch.view_as_real(dfinal)
     shape = {"D": D, "N": N, "BLOCK_C": C, "HAS_RESET": reset is not None}
+    shape["EMULATE"] = _interpreted()
     sizes = time, H, width, n_chunks
     try:
         with torch.cuda.device_of(proj):
             dstates, dinitial = _states(
                 proj, A, flags, gates, dfinal, dy, D, N, precision, True
             )
+            tensors = proj, gates, states, dstates, dy, dproj, sums, totals
+            total = batch * n_chunks * H
             _start(
-                _backward_kernel, (batch * n_chunks * 3 * H, 1, 1),
-                (proj, gates, states, dstates, dy, edge, torch.view_as_real(final),
-                 dproj, sums, totals), sizes, H, **shape, HAS_EDGE=dfinal is not None,
-                PRECISION=precision, EMULATE=_interpreted(),
-                **_launch("backward", precision, D, N),
+                _backward_kernel, (3 * total, 1, 1), tensors, sizes, H, **shape,
+                PRECISION=precision, **_launch("backward", precision, D, N),
+            )  # fmt: skip
+            group = max(1, min(_GROUP, total // _GROUPS))
+            _start(
+                _strong_kernel, (-(-total // group), 3, 1), tensors,
+                (*sizes, group, total), H, **shape, GROUP=_GROUP,
+                PRECISION=precision, **_launch("strong", precision, D, N),
             )  # fmt: skip
             _start(
                 _steps_kernel, (batch * n_chunks, -(-H // _GATE_HEADS), 1),
                 (proj, torch.view_as_real(A), proj if reset is None else flags, sums,
                  totals, dproj, shares), sizes, H, **shape, BLOCK_H=_GATE_HEADS,
-                EMULATE=_interpreted(), num_warps=1,
+                num_warps=1,
             )  # fmt: skip
     except triton.OutOfResources as error:
         raise _too_large(D, N, C, error) from error
@@ -1032,18 +1169,19 @@ _ssd_fused_backward = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema=(
-        "(Tensor proj, Tensor A, Tensor? reset, Tensor final, Tensor states, "
-        "Tensor gates, Tensor dy, Tensor? dfinal, int head_dim, int state_dim, "
-        "str precision) -> (Tensor, Tensor, Tensor)"
+        "(Tensor proj, Tensor A, Tensor? reset, Tensor states, Tensor gates, "
+        "Tensor dy, Tensor? dfinal, int head_dim, int state_dim, str precision) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @_ssd_fused_backward.register_fake
 def _fake_ssd_fused_backward(
-    proj, A, reset, final, states, gates, dy, dfinal, head_dim, state_dim, precision
+    proj, A, reset, states, gates, dy, dfinal, head_dim, state_dim, precision
 ):
-    return proj.new_empty(proj.shape), A.new_empty(A.shape), A.new_empty(final.shape)
+    dinitial = A.new_empty(len(proj), *A.shape, head_dim, state_dim)
+    return proj.new_empty(proj.shape), A.new_empty(A.shape), dinitial
 
 
 def _save(ctx, inputs, output):
@@ -1051,15 +1189,15 @@ def _save(ctx, inputs, output):
     ctx.options = head_dim, state_dim, precision
     ctx.has_initial = initial_states is not None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(proj, A, reset, *output[1:])
+    ctx.save_for_backward(proj, A, reset, *output[2:])
 
 
 def _differentiate(ctx, dy, dfinal, _dstates, _dgates, backward=_ssd_fused_backward):
-    proj, A, reset, final, states, gates = ctx.saved_tensors
+    proj, A, reset, states, gates = ctx.saved_tensors
     if dy is None:
         dy = proj.new_zeros(*proj.shape[:2], A.shape[0], ctx.options[0])
     dproj, dA, dinitial = backward(
-        proj, A, reset, final, states, gates, dy, dfinal, *ctx.options
+        proj, A, reset, states, gates, dy, dfinal, *ctx.options
     )
     return dproj, dA, dinitial if ctx.has_initial else None, *[None] * 6
 

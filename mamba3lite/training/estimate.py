@@ -128,8 +128,8 @@ def fused_rows(model: ModelConfig, setting: Setting) -> bool:
 def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     """Bytes that the scan of one layer keeps, and that it needs besides while it runs.
 
-    fused: the projection, the states that enter the chunks and the last one, and five
-    numbers a step and head. pytorch: the projection in float32; B and C cut into
+    fused: the projection, the states that enter the chunks, and five numbers a step and
+    head. pytorch: the projection in float32; B and C cut into
     chunks, and as the real operands of the products with states; two C x C matrices a
     chunk; x; log decays in double precision; the states twice. triton: that without
     what is inside the chunks, and x complex.
@@ -152,8 +152,7 @@ def scan_bytes(model: ModelConfig, setting: Setting) -> tuple[int, int]:
     if model.ssd_dispatch == "fused":
         entry = 2 if model.ssd_precision == "bf16" else 4
         kept = size * tokens * columns + 2 * entry * chunks * state
-        kept += 8 * setting.rows * state + 20 * padded * heads
-        return kept, size * tokens * width
+        return kept + 20 * padded * heads, size * tokens * width
     if model.ssd_dispatch == "pytorch":
         inside = 32 * bc + 8 * heads * chunk + 4 * width + 88 * heads
     else:
