@@ -22,15 +22,18 @@ spin_briefly()
 # the site's build is quiet unless something is wrong.
 ENVIRONMENT = os.environ | {"PYTHONHASHSEED": "0", "NO_MKDOCS_2_WARNING": "1"}
 
+# Tests have one thread each (tests/conftest.py), so several run side by side. Notebooks
+# use all threads there are, and run one after the other.
+PYTEST = "pytest -q -n auto --maxprocesses 4 --dist worksteal"
 CHECK = {
     "ruff": "ruff check .",
     "export": "python tools/export.py --check",
     "pairs": "python tools/notebooks.py --check",
-    "fast tests": "pytest -q -m 'not slow'",
+    "fast tests": f"{PYTEST} -m 'not slow'",
 }
 TEST = CHECK | {
     "outputs": "python tools/notebooks.py --check-outputs",
-    "slow tests": "pytest -q -m slow",
+    "slow tests": f"{PYTEST} -m slow",
     "processors": "python tools/processors.py",
     "notebooks": "pytest -q --nbval --nbval-current-env --nbval-cell-timeout 120 "
     "--nbval-sanitize-with notebooks/nbval.cfg --timeout 600 notebooks",
