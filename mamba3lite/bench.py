@@ -767,8 +767,8 @@ def time_steps(
     from mamba3lite.training.estimate import flops_per_token, peak_flops
     from mamba3lite.training.optim import build_optimizer
     from mamba3lite.training.parallel import compiled_for_training
-    from mamba3lite.training.pretrain import train_step
     from mamba3lite.training.profiling import peak_memory
+    from mamba3lite.training.step import train_step
 
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)

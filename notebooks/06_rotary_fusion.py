@@ -563,9 +563,10 @@ plt.show()
 # $$du_u = \sum_{t \ge u} \bigl( \langle dq_t, q_t \rangle - \langle dk^{\circ}_t, k_t
 # \rangle \bigr) + \sum_{t < u} P_t + e_{\text{last}} \langle \tilde E, G \rangle ,$$
 #
-# where $dq$ and $dk^{\circ}$ are without the diagonal; $dv$ is the same with $J$. Here
-# in float32, with operands in bfloat16, one after the other. (Notebook 03, "The
-# gradient of a step", has the same as one matrix: there nothing is computed twice.)
+# where $dq$ and $dk^{\circ}$ are without the diagonal. $dv$ has $Jq$, $Jk$ and $JG$ in
+# their places, and the opposite sign wherever there is no $q$. Here in float32, with
+# operands in bfloat16, one after the other. (Notebook 03, "The gradient of a step", has
+# the same as one matrix: there nothing is computed twice.)
 
 
 # %%

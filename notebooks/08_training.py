@@ -1270,11 +1270,11 @@ plt.show()
 # [when something goes wrong](../docs/guides/training-runbook.md) says what to do about
 # each message, and [tuning](../docs/guides/tuning.md) which settings to turn first.
 #
-# The run folder holds
-# what you have seen: `config.yaml`, `metrics.jsonl`, `curves.png`, `samples.txt`,
-# `checkpoints/`. The step is in `mamba3lite/training/pretrain.py`, the schedule and the
-# groups in `optim.py`, the sampler in `data.py`, checkpoints in `checkpoint.py`, and
-# what keeps a run safe in `recovery.py`, all beside it.
+# The run folder holds what you have seen: `config.yaml`, `metrics.jsonl`, `curves.png`,
+# `samples.txt`, `checkpoints/`. The step is in `mamba3lite/training/step.py`, the run
+# around it in `run.py`, the schedule and the groups in `optim.py`, the sampler in
+# `data.py`, checkpoints in `checkpoint.py`, and what keeps a run safe in `recovery.py`,
+# all beside it.
 #
 # `mamba3lite plot` is one function:
 

@@ -18,6 +18,7 @@ from trainer_cases import (
 from typer.testing import CliRunner
 
 import mamba3lite.training.pretrain as pretrain
+import mamba3lite.training.run as run
 from mamba3lite.cli import app
 from mamba3lite.data.prepare import prepare
 from mamba3lite.training import profiling
@@ -226,12 +227,12 @@ def test_a_model_that_no_memory_holds_is_refused(prepared, tmp_path, monkeypatch
     setting = setting_of(config, torch.cuda.is_available())
     peak = memory_of_step(config.model, setting).peak
     path = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
-    monkeypatch.setattr(pretrain, "memory_of", lambda device: (peak - 1) // 2)
+    monkeypatch.setattr(run, "memory_of", lambda device: (peak - 1) // 2)
     result = train("--config", path, *how)
     assert result.exit_code == 2
     assert "a step needs" in result.stderr and result.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(pretrain, "memory_of", lambda device: (peak + 1) // 2)
+    monkeypatch.setattr(run, "memory_of", lambda device: (peak + 1) // 2)
     assert train("--config", path, "--dry-run").exit_code == 0
 
 
@@ -263,7 +264,7 @@ def test_what_lies_in_the_place_of_the_lock_is_named(prepared, tmp_path):
 
 
 def test_a_dry_run_looks_at_the_space_too(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrain, "checkpoint_bytes", lambda model: 10**18)
+    monkeypatch.setattr(run, "checkpoint_bytes", lambda model: 10**18)
     config = write_config(tmp_path / "a.yaml", prepared, tmp_path / "run")
     result = train("--config", config, "--dry-run")
     assert result.exit_code == 2

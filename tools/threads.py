@@ -38,7 +38,7 @@ def steps(data: Path, seconds: float) -> float:
     """Tokens per second of the training loop in this process."""
     from mamba3lite.training.config import load_config
     from mamba3lite.training.metrics import Display
-    from mamba3lite.training.pretrain import Pretrainer
+    from mamba3lite.training.run import Pretrainer
 
     config = load_config("tiny", ["training.save_dir=not-written"])
     run = Pretrainer(config, data, Display(config.total_steps, quiet=True))

@@ -27,8 +27,9 @@ from mamba3lite.training.config import load_config
 from mamba3lite.training.estimate import flops_per_token, parameter_floats
 from mamba3lite.training.metrics import Display
 from mamba3lite.training.parallel import Ranks, leave
-from mamba3lite.training.pretrain import Pretrainer, StepResult, count_parameters
 from mamba3lite.training.profiling import peak_memory
+from mamba3lite.training.run import Pretrainer
+from mamba3lite.training.step import StepResult, count_parameters
 
 RESULT = "timed.json"
 
