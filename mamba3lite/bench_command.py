@@ -133,7 +133,7 @@ def shapes(given: Sequence[int | None], on_gpu: bool) -> tuple:
 
     Args: given: B, T, H, D, N and chunk; None for what is usual on this device.
     """
-    from mamba3lite.bench import Shape
+    from mamba3lite.reference import Shape
 
     usual = (8, 2048, 16, 64, 64, 64) if on_gpu else (1, 512, 16, 64, 64, 64)
     shape = Shape(*(a or b for a, b in zip(given, usual, strict=True)))

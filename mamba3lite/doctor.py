@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import mamba3lite
-from mamba3lite.bench import Shape, errors, oracle, random_inputs, with_gradients
 from mamba3lite.models import batch_invariant, decode, ssd_triton
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise
 from mamba3lite.models.transformer import Mamba3Transformer
+from mamba3lite.reference import Shape, errors, oracle, random_inputs, with_gradients
 
 SHAPE = Shape(B=2, T=150, H=2, D=64, N=64, chunk=64)  # ends inside a chunk
 PACKAGES = ("triton", "numpy", "safetensors", "tiktoken", "pydantic", "matplotlib")

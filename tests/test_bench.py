@@ -16,7 +16,7 @@ from test_benchmark_files import report_faults
 from trainer_cases import tiny_model, write_config
 from typer.testing import CliRunner
 
-from mamba3lite import bench, bench_decode
+from mamba3lite import bench, bench_decode, reference
 from mamba3lite.cli import app
 from mamba3lite.generate import MODES
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
@@ -24,7 +24,7 @@ from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_compl
 CPU = torch.device("cpu")
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
-SMALL = bench.Shape(B=2, T=48, H=3, D=4, N=2, chunk=16)
+SMALL = reference.Shape(B=2, T=48, H=3, D=4, N=2, chunk=16)
 cpu_only = pytest.mark.skipif(HAS_CUDA, reason="what a machine without a GPU writes")
 
 
@@ -232,21 +232,21 @@ def test_the_report_says_what_to_type_again(typed, command, monkeypatch):
 
 
 def naive(inputs: list[torch.Tensor]) -> torch.Tensor:
-    return ssd_naive_complex(*map(bench.in_double, inputs)).real
+    return ssd_naive_complex(*map(reference.in_double, inputs)).real
 
 
 def test_the_baseline_is_the_oracle():
-    inputs = list(map(bench.in_double, bench.random_inputs(SMALL, CPU)))
+    inputs = list(map(reference.in_double, reference.random_inputs(SMALL, CPU)))
     y = bench.einsum_scan(*inputs, chunk=SMALL.chunk)
-    assert bench.relative_error(y, naive(inputs)) < 1e-12
+    assert reference.relative_error(y, naive(inputs)) < 1e-12
 
 
 def test_the_baseline_of_the_inside_is_the_pytorch_function():
-    inputs = list(map(bench.in_double, bench.part_inputs("per_chunk", SMALL, CPU)))
+    inputs = list(map(reference.in_double, bench.part_inputs("per_chunk", SMALL, CPU)))
     got = bench.einsum_per_chunk(*inputs)
     wanted = bench.per_chunk_ssd_pytorch(*inputs)
     for a, b in zip(got, wanted, strict=True):
-        assert bench.relative_error(a, b) < 1e-12
+        assert reference.relative_error(a, b) < 1e-12
 
 
 @pytest.mark.parametrize("part", ["block_fp32", "block_bf16"])
@@ -260,31 +260,31 @@ def test_rotated_and_scanned_with_real_decay_is_the_oracle(part):
         added = k[:, t, :, :, None] * v[:, t, :, None, :]
         state = g[:, t].double().exp()[..., None, None] * state + added
         steps.append((q[:, t, :, None, :] @ state).squeeze(-2))
-    (wanted,) = bench.oracle(part, [proj, A], SMALL)[0]
-    assert bench.relative_error(torch.stack(steps, 1), wanted) < 1e-5
+    (wanted,) = reference.oracle(part, [proj, A], SMALL)[0]
+    assert reference.relative_error(torch.stack(steps, 1), wanted) < 1e-5
     assert bench.rotated(proj, A, SMALL)[0].dtype == proj.dtype
 
 
 @pytest.mark.parametrize("dispatch", ["pytorch", "triton", "fused"])
 def test_the_scan_of_a_block_is_the_chunkwise_scan(dispatch):
-    shape = bench.Shape(B=1, T=32, H=2, D=16, N=32, chunk=16)
-    inputs = bench.random_inputs(shape, DEVICE)
+    shape = reference.Shape(B=1, T=32, H=2, D=16, N=32, chunk=16)
+    inputs = reference.random_inputs(shape, DEVICE)
     proj, A = bench.part_inputs("block_fp32", shape, DEVICE)
-    wanted = ssd_complex_chunkwise(*map(bench.in_double, inputs), chunk_size=16)
+    wanted = ssd_complex_chunkwise(*map(reference.in_double, inputs), chunk_size=16)
     options = {"shape": shape, "ssd_dispatch": dispatch, "precision": "ieee"}
     y = bench.block_scan(proj, A, **options)
     assert y.dtype == torch.float32 and y.shape == inputs[0].shape
-    assert bench.relative_error(y, wanted) < 2e-5
+    assert reference.relative_error(y, wanted) < 2e-5
     assert bench.block_scan(proj.bfloat16(), A, **options).dtype == torch.bfloat16
 
 
 def test_errors_name_the_stream_that_is_wrong():
     proj, A = bench.part_inputs("block_fp32", SMALL, CPU)
-    wanted = bench.oracle("block_fp32", [proj, A], SMALL)
+    wanted = reference.oracle("block_fp32", [proj, A], SMALL)
     start = SMALL.H * (SMALL.D + 2 * SMALL.N)  # of Re C
     gradients = [z.clone() for z in wanted[1]]
     gradients[0][..., start] += 1
-    found = bench.errors("block_fp32", (wanted[0], gradients), wanted, SMALL)
+    found = reference.errors("block_fp32", (wanted[0], gradients), wanted, SMALL)
     assert list(found) == ["y", "dx", "dB", "dC", "ddt", "dA"]
     assert [name for name, error in found.items() if error] == ["dC"]
 
@@ -292,7 +292,7 @@ def test_errors_name_the_stream_that_is_wrong():
 def test_inputs_of_a_block_are_those_of_the_scan():
     x, A, B_t, C_t, dt = bench.part_inputs("scan", SMALL, CPU)
     proj, same_A = bench.part_inputs("block_fp32", SMALL, CPU)
-    streams = bench.cut_columns(proj, SMALL)
+    streams = reference.cut_columns(proj, SMALL)
     wanted = (x, B_t.real, B_t.imag, C_t.real, C_t.imag, dt.unsqueeze(-1))
     assert all(map(torch.equal, streams, wanted)) and torch.equal(A, same_A)
     half, _ = bench.part_inputs("block_bf16", SMALL, CPU)
@@ -304,7 +304,7 @@ def test_inputs_of_a_block_are_those_of_the_scan():
 
 
 # B = 1, T = 4, H = 1, D = 2, N = 1, chunks of 2: four rows in two chunks.
-HAND = bench.Shape(B=1, T=4, H=1, D=2, N=1, chunk=2)
+HAND = reference.Shape(B=1, T=4, H=1, D=2, N=1, chunk=2)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_ratios_compare_within_part_and_precision_alone():
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
 def test_a_sweep_tries_the_shipped_launch_and_only_whole_tiles(precision):
-    shape = bench.Shape(B=8, T=2048, H=16, D=64, N=64, chunk=64)
+    shape = reference.Shape(B=8, T=2048, H=16, D=64, N=64, chunk=64)
     for kernel, table in bench.ssd_fused._LAUNCH.items():
         tried = list(bench.candidates(kernel, precision, shape))
         assert table[precision] in tried, kernel
@@ -388,7 +388,7 @@ def test_a_sweep_tries_the_shipped_launch_and_only_whole_tiles(precision):
             assert shape.N % n == 0 and (d == 0 or shape.D % d == 0)
             # fewer columns than 64 are compiled wrongly
             assert (kernel, precision) != ("backward", "bf16") or n == 64
-        small = bench.Shape(B=1, T=32, H=1, D=16, N=16, chunk=16)
+        small = reference.Shape(B=1, T=32, H=1, D=16, N=16, chunk=16)
         assert {n for _, n, *_ in bench.candidates(kernel, precision, small)} == {16}
 
 
@@ -411,9 +411,9 @@ def test_mamba2_computes_the_same_from_its_own_inputs(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     prepare, run = bench.peers_here()["mamba_ssm"]
     proj, A = bench.part_inputs("block_fp32", SMALL, CPU)
-    wanted = bench.oracle("block_fp32", [proj, A], SMALL)[0][0]
+    wanted = reference.oracle("block_fp32", [proj, A], SMALL)[0][0]
     y = run(*prepare(*bench.rotated(proj.double(), A, SMALL)))
-    assert bench.relative_error(y, wanted) < 1e-5
+    assert reference.relative_error(y, wanted) < 1e-5
 
 
 def test_a_peer_that_refuses_is_named_and_loses_no_numbers(monkeypatch):
@@ -430,7 +430,7 @@ def test_a_peer_that_refuses_is_named_and_loses_no_numbers(monkeypatch):
     peers = {"broken": (same, refuses), "whole": (same, lambda q, k, v, g: v)}
     monkeypatch.setattr(bench, "peers_here", lambda: peers)
     monkeypatch.setattr(bench, "time_row", row_of)
-    shape = bench.Shape(B=1, T=32, H=2, D=16, N=16, chunk=16)
+    shape = reference.Shape(B=1, T=32, H=2, D=16, N=16, chunk=16)
     said: list[str] = []
     ceiling = {"copy_tb_s": 1.0, "fp32_tflop_s": 1.0}
     rows, refused = bench.measure_peers(shape, shape, CPU, ceiling, said.append)
@@ -451,7 +451,7 @@ def test_what_was_measured_is_saved_before_the_next_part(fails_in, monkeypatch):
     monkeypatch.setattr(bench, "this_machine", lambda device: {})
     monkeypatch.setattr(bench, "measure_peers", lambda *args: ([], {}))
     monkeypatch.setattr(bench, fails_in, fails)
-    shape = bench.Shape(B=1, T=32, H=2, D=16, N=16, chunk=16)
+    shape = reference.Shape(B=1, T=32, H=2, D=16, N=16, chunk=16)
     saved: list[dict] = []
     with pytest.raises(RuntimeError, match="later"):
         bench.run_bench(
@@ -491,7 +491,9 @@ def test_the_sweep_takes_every_launch_the_kernel_offers(monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda run, device: run() and {"median": 1.0})
     monkeypatch.setenv("TRITON_PER_CHUNK_NUM_WARPS", "16")
     monkeypatch.delenv("TRITON_PER_CHUNK_NUM_STAGES", raising=False)
-    rows = bench.sweep_launches(bench.Shape(1, 16, 1, 16, 16, 16), CPU, lambda _: None)
+    rows = bench.sweep_launches(
+        reference.Shape(1, 16, 1, 16, 16, 16), CPU, lambda _: None
+    )
     assert [(row["precision"], row["warps"], row["stages"]) for row in rows] == [
         (precision, warps, stages)
         for precision in ("ieee", "tf32")
