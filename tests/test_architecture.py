@@ -31,7 +31,7 @@ TOO_LONG_NOTEBOOKS = {
 
 
 def module_of(path: Path, package: Path = PACKAGE) -> str:
-    """ "training.run" of mamba3lite/training/run.py; "" of the package itself."""
+    """The name below the package: training.run of training/run.py; of itself, none."""
     parts = path.relative_to(package).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 

@@ -26,6 +26,7 @@ from mamba3lite.bench import this_machine, versions
 from mamba3lite.files import write_whole
 from mamba3lite.models.ssd_complex import ssd_complex_chunkwise, ssd_naive_complex
 from mamba3lite.models.ssd_triton import HAS_TRITON, _interpreted
+from mamba3lite.reference import in_double, relative_error
 
 NAMES = ("x", "A", "B", "C", "dt")
 BATCH, HEADS, SEED = 2, 4, 0
@@ -100,23 +101,21 @@ def leak(scan: Callable, case: list[Tensor], weights: Tensor, reset: Tensor) -> 
 
 def exact(case: list[Tensor], weights: Tensor, reset) -> list[Tensor]:
     """The same of the loop in complex128."""
-    double = [z.to(torch.promote_types(z.dtype, torch.float64)) for z in case]
-    return run(ssd_naive_complex, double, weights.double(), reset)
+    return run(ssd_naive_complex, [*map(in_double, case)], in_double(weights), reset)
 
 
 def errors(got: list[Tensor], wanted: list[Tensor]) -> dict[str, float]:
     """One number for y and each gradient."""
     found = {}
     for name, mine, truth in zip(("y", *NAMES), got, wanted, strict=True):
-        off = mine.to(truth.dtype) - truth
         if name in ("dt", "A"):
-            parts = (
+            off = in_double(mine) - truth
+            off, whole = (
                 torch.view_as_real(z) if z.is_complex() else z for z in (off, truth)
             )
-            off, truth = parts
-            found[name] = (off.abs().max() / truth.abs().max()).item()
+            found[name] = (off.abs().max() / whole.abs().max()).item()
         else:
-            found[name] = (off.norm() / truth.norm()).item()
+            found[name] = relative_error(mine, truth)
     return found
 
 
